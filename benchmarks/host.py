@@ -30,7 +30,8 @@ from benchmarks.run import ROOT, busy_s, write_result
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.arena import Arena
 from ftkit.engine.memory.disk import Disk
-from ftkit.engine.memory.flat_file import PIECE_NUMEL, FlatFile
+from ftkit.engine.memory.flat_file import FlatFile
+from ftkit.spec.sizes import PIECE_NUMEL
 
 MIB = 1 << 20
 NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}

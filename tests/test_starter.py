@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from ftkit.cli import app as cli
 from ftkit.config.recipe import load
@@ -161,6 +161,18 @@ def test_eval_is_a_plain_forward_of_transformers(adapter: bool, base: Path, rows
 
 def evaluation_of_a_rank(folder: str, rows: str) -> Any:
     return evaluation(Stop(rank=torch.distributed.get_rank()), 2, folder, rows, TOKENS)
+
+
+def test_learned_positions_bound_the_sequences(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    sizes = {"n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": len(tokenizer)}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    rows = [{"prompt": "1 + 1?", "completion": "2 " * 60}, {"prompt": "too long " * 60, "completion": "no"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert 0 < evaluation(Stop(), 1, str(tmp_path / "gpt2"), str(path), 2048).tokens < 24
+    assert "rows.jsonl:2: loses its whole answer" in capsys.readouterr().err
 
 
 def test_the_command_prints_json(base: Path, rows: Path, capsys: pytest.CaptureFixture) -> None:

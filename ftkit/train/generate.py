@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
 from ftkit.config.values import expand, looks_like_a_path
+from ftkit.config.wording import counted
 from ftkit.data.batches import Collator
 from ftkit.data.prepare import prepare
 from ftkit.engine.checkpoint.sealed import CONTENTS
@@ -33,6 +34,7 @@ from ftkit.hf.load.config import reading
 from ftkit.hf.load.model import load_adapter, load_model
 from ftkit.hf.sharding import shard
 from ftkit.launch.ranks import Stop
+from ftkit.train.build import positions_of
 from ftkit.train.starter import data_section
 
 NEEDED = "needed: a model folder with config.json and safetensors, an adapter folder, or a hub id"
@@ -63,13 +65,18 @@ def evaluation(stop: Stop, ranks: int, folder: str, data: str, sequence_tokens: 
         ranks: Number of ranks. Several shard the model.
         folder: A model folder, an adapter folder, or a hub id.
         data: File, folder of files, or hub data set.
-        sequence_tokens: Tokens of the longest sequence.
+        sequence_tokens: Tokens of the longest sequence; at most the positions of the model are used.
     """
     model, tokenizer = load(folder, ranks, stop.rank)
-    task = "seq2seq" if base_of(model).config.is_encoder_decoder else "causal-lm"
-    rows = prepare(data_section(data, sequence_tokens), tokenizer, task=task).train
+    base = base_of(model)
+    positions = positions_of(base)
+    sequence_tokens = min(sequence_tokens, positions) if positions else sequence_tokens
+    task = "seq2seq" if base.config.is_encoder_decoder else "causal-lm"
+    rows = prepare(data_section(data, sequence_tokens), tokenizer, task=task)
+    if stop.rank == 0 and rows.report.bad_rows:
+        print(f"{counted(rows.report.bad_rows, 'row')} skipped: {rows.report.bad_examples[0]}", file=sys.stderr)
     batch_size = max(EVALUATED_TOKENS // sequence_tokens, 1)
-    return evaluate(model, rows, collate=Collator.of(tokenizer), batch_size=batch_size)
+    return evaluate(model, rows.train, collate=Collator.of(tokenizer), batch_size=batch_size)
 
 
 def load(folder: str, ranks: int = 1, rank: int = 0) -> tuple[Any, Any]:
@@ -80,6 +87,8 @@ def load(folder: str, ranks: int = 1, rank: int = 0) -> tuple[Any, Any]:
         datasets.disable_progress_bars()
     with reading(folder, "cannot be loaded", NEEDED):
         adapter = PeftConfig.from_pretrained(folder) if Path(folder, ADAPTER).is_file() else None
+        if adapter is not None and adapter.is_prompt_learning:
+            raise UserError(f"{folder}: prompt tuning is not supported here; needed: a LoRA adapter or a model folder")
         base = folder if adapter is None else str(adapter.base_model_name_or_path)
         # Without `trust_remote_code`, transformers asks on stdin whether to run code from the folder.
         seq2seq = AutoConfig.from_pretrained(base, trust_remote_code=False).is_encoder_decoder

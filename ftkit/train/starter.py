@@ -192,10 +192,10 @@ def data_keys(data: str) -> dict[str, str]:
 
 
 def data_section(data: str, sequence_tokens: int) -> Data:
-    """Return the settings of a data set that is not packed."""
-    return Data.model_validate({**data_keys(data), "sequence_tokens": sequence_tokens})
+    """Return the settings of a data set that is not packed. Rows that cannot be used are left out."""
+    return Data.model_validate({**data_keys(data), "sequence_tokens": sequence_tokens, "on_bad_row": "skip"})
 
 
 def _scalar(text: str) -> str:
-    """Return a text as YAML, quoted where YAML needs it."""
-    return yaml.safe_dump([text], default_flow_style=True, width=1 << 20, allow_unicode=True).strip()[1:-1]
+    """Return a text as a quoted YAML scalar."""
+    return yaml.safe_dump([text], default_flow_style=True, default_style='"', width=1 << 20, allow_unicode=True).strip()[1:-1]
