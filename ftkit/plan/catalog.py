@@ -78,6 +78,11 @@ class Hardware:
         total = int(self.device_gib * GIB)
         return total - total * part // whole
 
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory of the node without the reserve."""
+        return None if self.host_gib is None else int(self.host_gib * GIB) - HOST_RESERVE_BYTES
+
     def rates_of_a_rank(self, ranks: int) -> Rates | None:
         """Return the rates of each rank while all of them work. None if the profile does not have them.
 
@@ -105,11 +110,6 @@ class Hardware:
         itemsize = 4 if self.dtype == "fp32" else 2
         return Rates(**rates, **shared, itemsize=itemsize, in_order=not self.gpus)
 
-    @property
-    def host_bytes(self) -> int | None:
-        """Host memory of the node without the reserve."""
-        return None if self.host_gib is None else int(self.host_gib * GIB) - HOST_RESERVE_BYTES
-
 
 def profiles() -> dict[str, Hardware]:
     """Return the packaged profiles by name."""
@@ -124,9 +124,6 @@ def find_hardware(name: str, key: str = "--hardware") -> Hardware:
     Args:
         name: Name of a profile, or path of a YAML file.
         key: Option or recipe key that names it, for messages.
-
-    Raises:
-        UserError: There is no such profile, or the file is not valid.
     """
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name), key)
@@ -147,17 +144,12 @@ def profile_with(gpus: Sequence[str]) -> Hardware | None:
 
 def _read(path: Path, key: str) -> Hardware:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise UserError(f"{key}: {path} is not a mapping of a profile's keys")
-        return CHECKED.validate_python({"name": path.stem, **values})
-    except OSError as error:
-        raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
+        return CHECKED.validate_python({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{key}: {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for impossible dates
-        raise UserError(f"{key}: {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    except (OSError, yaml.YAMLError, TypeError) as error:
+        raise UserError(f"{key}: {path} is not a profile: {' '.join(str(error).split())[:200]}") from None
 
 
 CHECKED: TypeAdapter[Hardware] = TypeAdapter(Hardware)
@@ -166,13 +158,7 @@ CHECKED: TypeAdapter[Hardware] = TypeAdapter(Hardware)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model on the hub.
-
-    Args:
-        name: Name on the hub.
-        parameters: Number of parameters.
-        config: Fields of its config.json, with `model_type`.
-    """
+    """A model on the hub: its name, number of parameters, and the fields of its config.json."""
 
     name: str
     parameters: int

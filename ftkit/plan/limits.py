@@ -54,14 +54,9 @@ class Shortage:
     granted_bytes: int
     phase: str
 
-    @property
-    def ratio(self) -> float:
-        """Needed bytes per granted byte."""
-        return self.needed_bytes / max(self.granted_bytes, 1)
-
     def __str__(self) -> str:
         short = self.needed_bytes - self.granted_bytes
-        where = {DEVICE: "device memory a rank", HOST: "host memory", NVME: "NVMe"}[self.tier]
+        where = {DEVICE: "device memory per rank", HOST: "host memory", NVME: "NVMe"}[self.tier]
         if self.tier == NVME and not self.granted_bytes:
             return f"{gib(self.needed_bytes)} GiB of NVMe needed, none granted"
         return f"{where}: {gib(short)} GiB short ({gib(self.needed_bytes)} needed, {gib(self.granted_bytes)} granted)"

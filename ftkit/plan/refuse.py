@@ -24,23 +24,15 @@ class DoesNotFit(UserError):
     Args:
         text: Message for the user.
         shortages: Shortages of the strategy that comes nearest.
-        options: Changes after which a strategy fits, a sentence each.
     """
 
-    def __init__(self, text: str, shortages: tuple[Shortage, ...] = (), options: tuple[str, ...] = ()) -> None:
+    def __init__(self, text: str, shortages: tuple[Shortage, ...] = ()) -> None:
         super().__init__(text)
-        self.shortages, self.options = shortages, options
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.shortages, self.options)
+        self.shortages = shortages
 
 
 def check_disk(taken: Memory, limits: Limits) -> None:
-    """Check that checkpoints and model fit their disk.
-
-    Raises:
-        DoesNotFit: They do not fit.
-    """
+    """Raise DoesNotFit if checkpoints and model do not fit their disk."""
     if limits.disk_bytes is not None and taken.checkpoint_bytes > limits.disk_bytes:
         short = Shortage("disk", taken.checkpoint_bytes, limits.disk_bytes, "save")
         raise DoesNotFit(
@@ -52,37 +44,37 @@ def check_disk(taken: Memory, limits: Limits) -> None:
 
 
 def refusal(asked: Request, passed: Sequence[tuple[Strategy, tuple[Shortage, ...]]]) -> DoesNotFit:
-    """Return the error for a request that no strategy fits.
-
-    Args:
-        asked: The input of the plan.
-        passed: All possible strategies, with their shortages.
-    """
+    """Return the error for a request that no strategy fits, of all possible strategies with their shortages."""
     shape, limits = asked.shape, asked.limits
+
     # Strategies that use the device least come first, because the numbers of others would blame the wrong tier.
-    strategy, short = min(passed, key=lambda each: (any(s.tier == DEVICE for s in each[1]), max(s.ratio for s in each[1])))
+    def distance(each: tuple[Strategy, tuple[Shortage, ...]]) -> tuple[bool, float]:
+        ratios = [short.needed_bytes / max(short.granted_bytes, 1) for short in each[1]]
+        return any(short.tier == DEVICE for short in each[1]), max(ratios)
+
+    strategy, short = min(passed, key=distance)
     taken = asked.memory(strategy)
     tiers = []
     for each in short:
         ranks = limits.ranks(each.tier)
         sizes = sorted(taken.purposes(each.tier, each.phase).items(), key=lambda item: -item[1])
         parts = ", ".join(f"{purpose} {gib(size * ranks)}" for purpose, size in sizes)
-        per = " a rank" if each.tier == DEVICE else ""
+        per = " per rank" if each.tier == DEVICE else ""
         where = {DEVICE: DEVICE, HOST: "host memory", NVME: "NVMe"}[each.tier]
         tiers.append(
             f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.phase} ({parts}), "
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
         )
-    options = tuple(islice(_options(asked), 3))
+    options = "; or ".join(islice(_options(asked), 3)) or "use a smaller model"
     tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     text = (
         f"does not fit: {'; '.join(tiers)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
-        f"rank{'s' * (shape.world_size > 1)}, {tokens} tokens a micro-batch; {strategy}). "
-        f"Options: {'; or '.join(options) or 'use a smaller model'}"
+        f"rank{'s' * (shape.world_size > 1)}, {tokens} tokens per micro-batch; {strategy}). "
+        f"Options: {options}"
     )
     if limits.cpu and not any("profile" in name for _, name in limits.names):
         text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME plans for others"
-    return DoesNotFit(text, short, options)
+    return DoesNotFit(text, short)
 
 
 def _options(asked: Request) -> Iterator[str]:
@@ -120,5 +112,5 @@ def _needed(asked: Request, tier: str) -> int | None:
     """Return the smallest limit of a tier with which some strategy fits."""
     unlimited: dict[str, Any] = {f"{tier}_bytes": 1 << 60}
     opened = replace(asked, limits=replace(asked.limits, **unlimited))
-    peaks = [opened.memory(strategy).peak(tier) for strategy, short in opened.tries() if not short]
+    peaks = [opened.memory(strategy).peak(tier) for strategy in opened.order() if not opened.short(strategy)]
     return min(peaks) * asked.limits.ranks(tier) if peaks else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from ftkit.plan.events import Timeline
 from ftkit.plan.shape import Shape
@@ -52,22 +51,13 @@ class Speed:
     round_s: float = 0.0
 
     def longer(self, rounds: int, more: int) -> Speed:
-        """Return the speed of a step with more rounds like those before its last. The timeline still shows the first ones.
-
-        Args:
-            rounds: Rounds of micro-batches of this step.
-            more: Rounds to add.
-        """
+        """Return the speed of a step of `rounds` rounds with `more` rounds added. The timeline stays the same."""
         return replace(
             self,
             seconds=self.seconds + more * self.round_s,
             tokens=self.tokens + more * self.tokens // rounds,
             operations=self.operations + more * self.operations / rounds,
         )
-
-    def without_timeline(self) -> Speed:
-        """Return a copy without the events, which are many."""
-        return replace(self, timeline=Timeline((), (), ()))
 
     @property
     def tokens_per_s(self) -> float:
@@ -134,12 +124,10 @@ class Rates:
         return self.compute[below] + share * (self.compute[above] - self.compute[below])
 
     def all(self, hidden: int) -> dict[str, float]:
-        """Return the rate of every resource, for a model of a hidden size."""
-        return {**self.resources, "compute": self.operations(hidden)}
-
-    def know(self, shape: Shape, strategy: Strategy) -> bool:
-        """Return whether a step can be simulated; see `missing`."""
-        return self.missing(shape, strategy) is None
+        """Return the rate of every resource that events use, for a model of a hidden size."""
+        rates = {name: getattr(self, name) for name in ("link", "dram", "hbm", "nvme_read", "nvme_write")}
+        rates |= {"up": self.pcie, "down": self.pcie, "compute": self.operations(hidden)}
+        return {name: rate for name, rate in rates.items() if rate}
 
     def missing(self, shape: Shape, strategy: Strategy) -> str | None:
         """Return why these rates cannot simulate a step, or None."""
@@ -150,10 +138,3 @@ class Rates:
         if self.in_order:
             return "on CPU ranks a drive's threads and the arithmetic share cores, which is not simulated"
         return None if self.nvme_read else "the rates of the drive are missing"
-
-    @cached_property
-    def resources(self) -> dict[str, float]:
-        """Rates by the names that events use, except `compute`."""
-        names = ("link", "dram", "hbm", "nvme_read", "nvme_write")
-        shared = {name: getattr(self, name) for name in names if getattr(self, name)}
-        return {**shared, "up": self.pcie, "down": self.pcie}

@@ -67,11 +67,7 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
 
 
 def largest(asked: Asked) -> Plan:
-    """Return the plan of the largest model with these blocks that fits.
-
-    Raises:
-        DoesNotFit: One block does not fit.
-    """
+    """Return the plan of the largest model with these blocks that fits, or raise DoesNotFit if one block does not."""
 
     def fits(count: int) -> bool:
         other = replace(asked, shape=with_blocks(asked.shape, count))

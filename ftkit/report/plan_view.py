@@ -127,7 +127,7 @@ def _step(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def why_untimed(plan: Plan) -> str:
     """Return why the seconds of a step are unknown."""
-    rates = None if plan.asked is None else plan.asked.rates
+    rates = plan.asked.rates
     missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
     return missing or (
         "the rates of this machine were not measured. Run `ftkit measure -o FILE.yaml` and set `hardware: FILE.yaml` in the "
