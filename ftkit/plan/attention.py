@@ -36,18 +36,11 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of a block.
-
-    Args:
-        heads: Heads of queries.
-        key_heads: Heads of keys and values. Fewer than `heads` if keys are grouped.
-        head_dim: Elements of a query's and key's head.
-        value_dim: Elements of a value's head.
-    """
+    """The attention of a block."""
 
     heads: int
-    key_heads: int
-    head_dim: int
+    key_heads: int  # of keys and values, fewer if keys are grouped
+    head_dim: int  # elements of a query's and key's head
     value_dim: int
 
 

@@ -52,23 +52,14 @@ MOST_MICRO_BATCHES = 16
 
 @dataclass(frozen=True)
 class Request:
-    """The input of a plan.
+    """The input of a plan."""
 
-    Args:
-        shape: The model and its data.
-        limits: Memory that may be used.
-        wanted: The user's decisions. "auto" leaves a choice to the plan.
-        sequences: Sequences of a rank in one optimizer step.
-        preferred: The largest micro-batch that the plan chooses.
-        rates: Rates of one rank. None does not simulate the strategies.
-    """
-
-    shape: Shape
-    limits: Limits
-    wanted: Strategy = OPEN
-    sequences: int = 1
-    preferred: int = 1
-    rates: Rates | None = None
+    shape: Shape  # the model and its data
+    limits: Limits  # memory that may be used
+    wanted: Strategy = OPEN  # the user's decisions. "auto" leaves a choice to the plan
+    sequences: int = 1  # sequences of a rank in one optimizer step
+    preferred: int = 1  # the largest micro-batch that the plan chooses
+    rates: Rates | None = None  # rates of one rank. None does not simulate the strategies
 
     def memory(self, strategy: Strategy) -> Memory:
         """Return the memory of one rank."""
@@ -127,9 +118,8 @@ def _pointless(strategy: Strategy, wanted: Strategy) -> bool:
     """Return whether the plan's own choices have no effect beside the others."""
     kept = strategy.activations == "keep"
     offloads = kept and strategy.activation_offload != DEVICE and AUTO in (wanted.activations, wanted.activation_offload)
-    gathered = (
-        strategy.activations == "recompute" and not strategy.reshard_after_forward and wanted.reshard_after_forward == AUTO
-    )
+    gathered = strategy.activations == "recompute" and strategy.reshard_after_forward is False
+    gathered = gathered and wanted.reshard_after_forward == AUTO
     alone = strategy.accumulation == 1 and strategy.accumulate_in == UNIT and wanted.accumulate_in == AUTO
     return offloads or gathered or alone
 

@@ -22,21 +22,13 @@ ROUNDING = 1e-9
 
 
 class Event(NamedTuple):
-    """A unit of work.
-
-    Args:
-        name: Name in reports.
-        stream: The stream that runs it.
-        work: Bytes or operations of each resource.
-        after: Numbers of the events that must end before it begins.
-        latency_s: Seconds that it takes at any rate.
-    """
+    """A unit of work."""
 
     name: str
     stream: str
-    work: Mapping[str, float]
-    after: tuple[int, ...] = ()
-    latency_s: float = 0.0
+    work: Mapping[str, float]  # bytes or operations of each resource
+    after: tuple[int, ...] = ()  # numbers of the events that must end before it begins
+    latency_s: float = 0.0  # at any rate
 
 
 @dataclass
@@ -57,13 +49,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times of simulated events.
-
-    Args:
-        events: The events.
-        starts: Start of each event, in seconds.
-        ends: End of each event, in seconds.
-    """
+    """The start and end of each event, in seconds."""
 
     events: Sequence[Event]
     starts: Sequence[float]
@@ -78,15 +64,7 @@ class Timeline:
 
 
 def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
-    """Return the start and end of each event. Events of one stream run in the given order.
-
-    Args:
-        events: The events.
-        rates: Rate of each resource, per second.
-
-    Raises:
-        ValueError: A resource has no rate.
-    """
+    """Return the start and end of each event. Events of one stream run in the given order; rates are per second."""
     left = [alone(event, rates) for event in events]  # seconds that the event still takes alone
     shares = [  # of each resource that an event uses alone
         [(name, amount / took / rates[name]) for name, amount in event.work.items()] if took else []
@@ -146,12 +124,5 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
 
 
 def alone(event: Event, rates: Mapping[str, float]) -> float:
-    """Return the seconds of an event that runs alone, or raise ValueError if a resource has no rate."""
-    longest = 0.0
-    try:
-        for name, amount in event.work.items():
-            longest = max(longest, amount / rates[name])
-        return event.latency_s + longest
-    except KeyError:
-        unknown = event.work.keys() - rates.keys()
-        raise ValueError(f"{event.name}: no rate of {min(unknown)}") from None
+    """Return the seconds of an event that runs alone."""
+    return event.latency_s + max([amount / rates[name] for name, amount in event.work.items()], default=0.0)

@@ -80,25 +80,15 @@ class Asked(Request):
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy that fits, its memory, and the reasons for it.
+    """A strategy that fits, its memory, and the reasons for it."""
 
-    Args:
-        asked: The input of the plan.
-        strategy: The chosen strategy, without "auto".
-        memory: Memory of one rank.
-        why: Sentences: the reason, and the strategies before it that did not fit.
-        largest_micro_batch: The most sequences per micro-batch that would fit this strategy.
-        speed: Speed of a step. None if no rates are known.
-        runner_up: The next best strategy and its speed, or None.
-    """
-
-    asked: Asked
-    strategy: Strategy
-    memory: Memory
-    why: tuple[str, ...]
-    largest_micro_batch: int
-    speed: Speed | None = None
-    runner_up: tuple[Strategy, Speed] | None = None
+    asked: Asked  # the input of the plan
+    strategy: Strategy  # the chosen strategy, without "auto"
+    memory: Memory  # memory of one rank
+    why: tuple[str, ...]  # sentences: the reason, and the strategies before it that did not fit
+    largest_micro_batch: int  # the most sequences per micro-batch that would fit this strategy
+    speed: Speed | None = None  # speed of a step. None if no rates are known
+    runner_up: tuple[Strategy, Speed] | None = None  # the next best strategy and its speed, or None
 
     @property
     def shape(self) -> Shape:

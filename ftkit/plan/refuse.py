@@ -88,24 +88,17 @@ def _options(asked: Request) -> Iterator[str]:
     free = wanted.reopened()
     if wanted != free and (strategy := replace(asked, wanted=free).first_fit()) is not None:
         yield f"leave the choices of engine: to the plan ({strategy} fits)"
-    if not limits.nvme_bytes and (size := _needed(asked, NVME)):
+    if (size := _needed(asked, NVME)) and size > (limits.nvme_bytes or 0):
         yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each node (to plan with it: memory.nvme_gib)"
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
     if shorter.sequence_tokens >= 64 and replace(asked, shape=shorter).first_fit():
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"
-    if limits.nvme_bytes and (size := _needed(asked, NVME)) and size > limits.nvme_bytes:
-        yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each node"
     if limits.host_bytes is not None and (size := _needed(asked, HOST)):
         yield f"grant {gib_up(size)} GiB of host memory (memory.host_gib)"
     if not shape.peft and replace(asked, shape=with_adapter(shape)).first_fit():
         yield "train an adapter (adapter: {rank: 16})"
     if not limits.cpu and limits.device_bytes is not None and (size := _needed(asked, DEVICE)):
         yield f"use GPUs with {gib_up(size)} GiB each (memory.device_gib)"
-    for nodes in (2, 4, 8):
-        more = replace(shape, world_size=shape.world_size * nodes)
-        if replace(asked, shape=more, sequences=max(asked.sequences // nodes, 1)).first_fit():
-            yield f"use {nodes} nodes like this one ({more.world_size} ranks)"
-            return
 
 
 def _needed(asked: Request, tier: str) -> int | None:

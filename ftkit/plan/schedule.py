@@ -51,7 +51,7 @@ OUTSIDE = -1
 
 
 def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None = None) -> Speed:
-    """Return the duration of a step, or raise ValueError if `rates` lacks the rate of a resource.
+    """Return the duration of a step.
 
     Args:
         shape: The model and its data.

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from ftkit.plan.events import Timeline
 from ftkit.plan.shape import Shape
@@ -29,26 +32,15 @@ STREAMS = {
 
 @dataclass(frozen=True)
 class Speed:
-    """The duration of a step.
+    """The duration of a step."""
 
-    Args:
-        seconds: Duration of a step.
-        tokens: Tokens of all ranks in a step.
-        operations: Operations of a rank in a step, recomputation counted.
-        busy: Share of a step during which each stream works.
-        timeline: Timeline of the simulated steps.
-        step: (start, end) of the last simulated step, in seconds.
-        round_s: Seconds of one more round of micro-batches. 0 if the step has fewer than two rounds (three if blocks are
-            reduced once per step).
-    """
-
-    seconds: float
-    tokens: int
-    operations: float
-    busy: Mapping[str, float]
-    timeline: Timeline
-    step: tuple[float, float]
-    round_s: float = 0.0
+    seconds: float  # duration of a step
+    tokens: int  # tokens of all ranks in a step
+    operations: float  # operations of a rank in a step, recomputation counted
+    busy: Mapping[str, float]  # share of a step during which each stream works
+    timeline: Timeline  # timeline of the simulated steps
+    step: tuple[float, float]  # (start, end) of the last simulated step, in seconds
+    round_s: float = 0.0  # seconds of one more round of micro-batches. 0 if the step has too few rounds
 
     def longer(self, rounds: int, more: int) -> Speed:
         """Return the speed of a step of `rounds` rounds with `more` rounds added. The timeline stays the same."""
@@ -87,33 +79,27 @@ class Speed:
         }
 
 
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one rank while all ranks of its node work, per second.
+    """Rates of one rank while all ranks of its node work, per second."""
 
-    Args:
-        compute: Operations, by hidden size.
-        link: Bytes of a collective (bus bandwidth).
-        pcie: Bytes in each direction.
-        dram: Bytes of host memory.
-        hbm: Bytes of device memory.
-        nvme_read: Bytes read from NVMe. 0 without a drive.
-        nvme_write: Bytes written to NVMe. 0 without a drive.
-        collective_s: Latency of a collective, in seconds.
-        itemsize: Bytes per element of the arithmetic that `compute` describes.
-        in_order: Collectives and device updates alternate with the arithmetic. CPU ranks have no streams.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    compute: Mapping[int, float] = field(hash=False)  # compared, but a dictionary has no hash
-    link: float
-    pcie: float
-    dram: float
-    hbm: float
-    nvme_read: float = 0.0
-    nvme_write: float = 0.0
-    collective_s: float = 20e-6
-    itemsize: int = 2
-    in_order: bool = False
+    compute: Annotated[Mapping[int, Rate], Field(min_length=1)] = field(hash=False)  # operations, by hidden size
+    link: Rate  # bytes of a collective (bus bandwidth)
+    pcie: Rate  # bytes in each direction
+    dram: Rate  # bytes of host memory
+    hbm: Rate  # bytes of device memory
+    nvme_read: Size = 0.0  # bytes read from NVMe. 0 without a drive
+    nvme_write: Size = 0.0  # bytes written to NVMe. 0 without a drive
+    network: Size = 0.0  # bytes of a collective between nodes. 0 with one node
+    collective_s: Size = 20e-6  # latency of a collective, in seconds
+    itemsize: int = 2  # bytes per element of the arithmetic that `compute` describes
+    in_order: bool = False  # collectives and device updates alternate with the arithmetic. CPU ranks have no streams
 
     def operations(self, hidden: int) -> float:
         """Return the rate of matrix products in blocks of a hidden size, interpolated between the known sizes."""

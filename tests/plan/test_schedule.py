@@ -104,8 +104,6 @@ def test_what_a_way_costs_in_the_model() -> None:
     assert took(replace(HOST, accumulate_in="unit", accumulation=4), 1).busy["collectives"] < base.busy["collectives"] / 3
     assert took(HOST, link=1e9).binds == "collectives"
     assert took(HOST, dram=1e9).binds == "host update"
-    with pytest.raises(ValueError, match="nvme_read"):
-        took(replace(HOST, state="nvme"))
 
 
 def test_the_profiles_plans_in_seconds() -> None:

@@ -930,8 +930,8 @@ FAULTS = (
     _fault(
         "ranks of several nodes have NVLink between them",
         "ftkit/plan/catalog.py",
-        '            rates["link"] = min(rates["link"], network)',
-        '            rates["link"] = max(rates["link"], network)',
+        '            link = min(link, self.rates.network)',
+        '            link = max(link, self.rates.network)',
         "tests/plan/test_largest.py::test_a_hundred_billion_on_64_gpus",
     ),
     _fault(
