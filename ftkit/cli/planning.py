@@ -86,7 +86,7 @@ def plan(
 
         write_file(out, render(made, f"{Path(recipe).stem} on {hardware or 'this machine'}"))
     wanted = made.speed is not None and not as_json if questions is None else questions
-    answers = list(what_if(made.asked)) if wanted and made.asked is not None else []
+    answers = list(what_if(made.asked)) if wanted else []
     if as_json:
         found: dict[str, Any] = {"hardware": hardware, **made.as_dict(), "epoch": epoch}
         echo_json({**found, "what_if": [each.as_dict() for each in answers]} if wanted else found)

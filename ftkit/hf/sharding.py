@@ -37,7 +37,7 @@ from ftkit.hf.memory.beside import limits_beside
 from ftkit.hf.memory.shape import common_limits, shape_of
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.plan.limits import Limits
-from ftkit.plan.plan import Plan, make_plan, with_spare_host
+from ftkit.plan.plan import Asked, Plan, with_spare_host
 from ftkit.plan.shape import Shape
 from ftkit.spec.strategy import AUTO, STEP, Strategy
 from ftkit.spec.tiers import NVME
@@ -232,10 +232,10 @@ def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, acc
         limits = replace(limits, device_bytes=None, host_bytes=None)  # free memory is a guess: the user knows better
     together = STEP if strategy.accumulate_in == AUTO else strategy.accumulate_in  # the caller's loop is as it is
     wanted = replace(strategy, micro_batch=1, accumulate_in=together)
-    plan = make_plan(shape, limits, wanted, sequences=accumulation_steps)
+    plan = Asked(shape, limits, wanted, accumulation_steps).plan()
     if limits is not free and plan.strategy.state == NVME:  # the plan's own choices must fit nevertheless
         stays = with_spare_host(plan.strategy, plan.shape, free, wanted).state_host_bytes
-        plan = make_plan(shape, limits, replace(wanted, state_host_bytes=stays), sequences=accumulation_steps)
+        plan = Asked(shape, limits, replace(wanted, state_host_bytes=stays), accumulation_steps).plan()
     return plan
 
 

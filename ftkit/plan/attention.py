@@ -7,8 +7,8 @@
     of values             queries, so that registers do not store them
     delta                 fp32 (batch, heads, tokens). If the kernel does not compute it, three fp32 copies of the output
 
-A launch over packed samples counts every sample as long as the longest. `ftkit.hf.kernels.varlen.launches` divides the
-samples so that no launch exceeds `most_launch_tokens`.
+The kernels are those of a V100. Kernels of newer GPUs need no more. A launch over packed samples counts every sample as
+long as the longest. `ftkit.hf.kernels.varlen.launches` divides the samples so that no launch exceeds `most_launch_tokens`.
 
 Source: torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`,
 `kKernelComputesDelta`, `kOutputInRF`), kernels/cutlassB.h (the kernels in order), attention_backward.cu (splits of keys).
@@ -27,36 +27,20 @@ EXTRA_TOKENS = 4096
 MOST_SPLITS = 200
 """Blocks among which keys are split if gradients of keys need a workspace."""
 
-ANY = 65536
-"""The head size up to which torch's kernels for every head go."""
-
-_VOLTA_16 = ((64, 64, 32), (64, 64, 64), (128, 64, 128), (64, 64, 128), (128, 64, ANY), (64, 64, ANY))
-_VOLTA_32 = ((64, 64, 32), (64, 64, 64), (64, 64, 128), (64, 64, ANY))
-_AMPERE_16 = ((64, 64, 32), (64, 64, 64), (128, 64, 96), (128, 128, 128), (64, 64, 128), (128, 64, ANY), (64, 64, ANY))
-_AMPERE_32 = ((64, 64, 32), (64, 64, 64), (128, 64, 128), (64, 64, 128), (128, 64, ANY), (64, 64, ANY))
-KERNELS: dict[tuple[int, str], tuple[tuple[int, int, int], ...]] = {
-    **{(sm, "fp16"): _VOLTA_16 for sm in (70, 75)},
-    **{(sm, "fp32"): _VOLTA_32 for sm in (70, 75)},
-    **{(80, dtype): _AMPERE_16 for dtype in ("fp16", "bf16")},
-    (80, "fp32"): _AMPERE_32,
+KERNELS = {
+    "fp16": ((64, 64, 32), (64, 64, 64), (128, 64, 128), (64, 64, 128), (128, 64, 65536), (64, 64, 65536)),
+    "fp32": ((64, 64, 32), (64, 64, 64), (64, 64, 128), (64, 64, 65536)),
 }
-"""Backward kernels by compute capability and dtype, in torch's order: (block of queries, block of keys, widest head)."""
+"""Backward kernels by dtype, in torch's order: (block of queries, block of keys, widest head)."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of a block.
-
-    Args:
-        heads: Heads of queries.
-        key_heads: Heads of keys and values. Fewer than `heads` if keys are grouped.
-        head_dim: Elements of a query's and key's head.
-        value_dim: Elements of a value's head.
-    """
+    """The attention of a block."""
 
     heads: int
-    key_heads: int
-    head_dim: int
+    key_heads: int  # of keys and values, fewer if keys are grouped
+    head_dim: int  # elements of a query's and key's head
     value_dim: int
 
 
@@ -70,44 +54,33 @@ def most_launch_tokens(rows: int, tokens: int) -> int:
     return launch_tokens(rows, tokens) + EXTRA_TOKENS
 
 
-def backward_bytes(attention: Attention, rows: int, tokens: int, dtype: str, *, sm: int, packed: bool) -> int:
+def backward_bytes(attention: Attention, rows: int, tokens: int, itemsize: int, *, packed: bool) -> int:
     """Return the most bytes that the kernel's backward allocates beside the gradients, for one block.
 
     Args:
         attention: Heads of the block and their sizes.
         rows: Sequences of a micro-batch.
         tokens: Tokens of each sequence.
-        dtype: fp16, bf16 or fp32.
-        sm: Compute capability, 70 for 7.0. One of `KERNELS`.
+        itemsize: Bytes per element.
         packed: Rows store several samples, in several launches whose gradients are copied together.
     """
-    widest = max(attention.head_dim, attention.value_dim)
-    fitting = [kernel for kernel in KERNELS[sm, dtype] if kernel[2] >= widest]
+    heads, dim, value = attention.heads, attention.head_dim, attention.value_dim
+    fitting = [kernel for kernel in KERNELS["fp32" if itemsize == 4 else "fp16"] if kernel[2] >= max(dim, value)]
+    sizes = []
     # torch takes the first kernel that fits shared memory, which depends on the GPU. A kernel of wider heads comes only if
     # both blocks of queries of the first one are too large.
-    possible = [kernel for kernel in fitting if kernel[2] == fitting[0][2]]
-    itemsize = 4 if dtype == "fp32" else 2
-    size = max(_kernel_bytes(kernel, attention, rows, tokens, itemsize, sm, packed) for kernel in possible)
-    gathered = rows * tokens * attention.heads * (2 * attention.head_dim + attention.value_dim) * itemsize
-    return size + (gathered if packed else 0)
-
-
-def _kernel_bytes(
-    kernel: tuple[int, int, int], attention: Attention, rows: int, tokens: int, itemsize: int, sm: int, packed: bool
-) -> int:
-    """Return the bytes of one launch over unpacked rows, or of the largest launch over packed rows."""
-    block, block_keys, head = kernel
-    heads, dim = attention.heads, attention.head_dim
-    long = most_launch_tokens(rows, tokens) if packed else rows * _up(tokens, block)
-    size = 4 * heads * long * _up(dim, block_keys) + 16 * heads * (long // block) * (_up(dim, block_keys) // block_keys)
-    in_registers = itemsize == 2 and head <= block
-    if not in_registers and itemsize == 2:
-        most = max(MOST_SPLITS, heads * rows)  # `launch_tokens` has counted the others of packed samples
-        size += 4 * most * block_keys * (_up(dim, block) + _up(attention.value_dim, block))
-    copies = 0
-    if not (itemsize == 2 and (in_registers or sm // 5 * 5 != 70)):
-        copies = 3 * 4 * rows * tokens * heads * attention.value_dim
-    return max(copies, size + 4 * rows * heads * tokens)
+    for block, block_keys, head in (kernel for kernel in fitting if kernel[2] == fitting[0][2]):
+        long = most_launch_tokens(rows, tokens) if packed else rows * _up(tokens, block)
+        size = 4 * heads * long * _up(dim, block_keys) + 16 * heads * (long // block) * (_up(dim, block_keys) // block_keys)
+        copies = 0
+        if itemsize == 4 or head > block:
+            copies = 3 * 4 * rows * tokens * heads * value
+        if itemsize == 2 and head > block:
+            most = max(MOST_SPLITS, heads * rows)  # `launch_tokens` has counted the others of packed samples
+            size += 4 * most * block_keys * (_up(dim, block) + _up(value, block))
+        sizes.append(max(copies, size + 4 * rows * heads * tokens))
+    gathered = rows * tokens * heads * (2 * dim + value) * itemsize
+    return max(sizes) + (gathered if packed else 0)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -6,10 +6,9 @@
     2. within that, by the sum of `COSTS`, roughly the percent that a choice adds to a micro-batch. The costs of the state
        count once per step. If micro-batches run through blocks together, so do all costs but those of arithmetic
 
-So blocks are recomputed before anything leaves the device, state leaves it before parameters do, and NVMe takes state
-first. The costs only order strategies. If the rates of the hardware are known, simulated seconds decide (search.py). The
-costs are rounded from published runs on V100 nodes (docs/rates.md). On a CPU rank device and host are one memory, and the
-host tier is left out.
+The costs only order strategies. If the rates of the hardware are known, simulated seconds decide (search.py). The costs are
+rounded from published runs on V100 nodes (docs/rates.md). On a CPU rank device and host are one memory, and the host tier is
+left out.
 """
 
 from __future__ import annotations
@@ -53,23 +52,14 @@ MOST_MICRO_BATCHES = 16
 
 @dataclass(frozen=True)
 class Request:
-    """The input of a plan.
+    """The input of a plan."""
 
-    Args:
-        shape: The model and its data.
-        limits: Memory that may be used.
-        wanted: The user's decisions. "auto" leaves a choice to the plan.
-        sequences: Sequences of a rank in one optimizer step.
-        preferred: The largest micro-batch that the plan chooses.
-        rates: Rates of one rank. None does not simulate the strategies.
-    """
-
-    shape: Shape
-    limits: Limits
-    wanted: Strategy = OPEN
-    sequences: int = 1
-    preferred: int = 1
-    rates: Rates | None = None
+    shape: Shape  # the model and its data
+    limits: Limits  # memory that may be used
+    wanted: Strategy = OPEN  # the user's decisions. "auto" leaves a choice to the plan
+    sequences: int = 1  # sequences of a rank in one optimizer step
+    preferred: int = 1  # the largest micro-batch that the plan chooses
+    rates: Rates | None = None  # rates of one rank. None does not simulate the strategies
 
     def memory(self, strategy: Strategy) -> Memory:
         """Return the memory of one rank."""
@@ -79,14 +69,13 @@ class Request:
         """Return the tiers that are too small for a strategy."""
         return shortages(self.memory(strategy), self.limits)
 
-    def tries(self) -> Iterator[tuple[Strategy, tuple[Shortage, ...]]]:
-        """Yield the possible strategies with their shortages, cheapest first. A strategy without shortages fits."""
-        for strategy in order(self.limits, self.wanted, self.sequences, self.preferred):
-            yield strategy, self.short(strategy)
+    def order(self) -> Iterator[Strategy]:
+        """Yield the possible strategies, cheapest first."""
+        return order(self.limits, self.wanted, self.sequences, self.preferred)
 
     def first_fit(self) -> Strategy | None:
         """Return the cheapest strategy that fits."""
-        return next((strategy for strategy, short in self.tries() if not short), None)
+        return next((strategy for strategy in self.order() if not self.short(strategy)), None)
 
 
 def last_true(low: int, high: int, fits: Callable[[int], bool]) -> int:
@@ -98,34 +87,25 @@ def last_true(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 
 def order(limits: Limits, wanted: Strategy, sequences: int, preferred: int) -> Iterator[Strategy]:
-    """Yield the possible strategies without "auto", cheapest first. Arguments as `Request`'s.
-
-    Raises:
-        UserError: The decisions contradict each other.
-    """
+    """Yield the possible strategies without "auto", cheapest first, or raise UserError if the decisions contradict."""
     tiers = [DEVICE] if limits.cpu else [DEVICE, HOST]
     tiers += [NVME] if limits.nvme_bytes else []
     pairs = ((_or(wanted.stage, stage), _or(wanted.reshard_after_forward, reshard)) for stage, reshard in STAGES)
     stages = list(dict.fromkeys((stage, reshard or stage < 3) for stage, reshard in pairs))
-    choices: dict[str, list[Any]] = {
-        "micro_batch": micro_batches(wanted, sequences, preferred),
-        "stage, reshard": stages,
-        "activations": _open(wanted.activations, ["keep", "recompute"]),
-        "accumulate_in": _open(wanted.accumulate_in, [STEP, UNIT]),
-        **{kind: _open(getattr(wanted, kind), tiers) for kind in KINDS},
-    }
+    open_: dict[str, list[Any]] = {"activations": ["keep", "recompute"], "accumulate_in": [STEP, UNIT]}
+    open_ |= dict.fromkeys(KINDS, tiers)
+    choices = {name: values if getattr(wanted, name) == AUTO else [getattr(wanted, name)] for name, values in open_.items()}
     found: list[tuple[int, float, Strategy]] = []
     problems = []
-    for values in product(*choices.values()):
-        chosen = dict(zip(choices, values))
-        stage, reshard = chosen.pop("stage, reshard")
-        strategy = _settled(replace(wanted, stage=stage, reshard_after_forward=reshard, **chosen), limits, sequences)
-        problem = strategy.problem(cpu=limits.cpu) or _idle_offload(strategy)
-        pointless = strategy.activations == "recompute" and not reshard and wanted.reshard_after_forward == AUTO
-        twice = strategy.accumulation == 1 and strategy.accumulate_in == UNIT and wanted.accumulate_in == AUTO
+    for micro_batch, (stage, reshard), *values in product(
+        micro_batches(wanted, sequences, preferred), stages, *choices.values()
+    ):
+        chosen = dict(zip(choices, values), micro_batch=micro_batch, stage=stage, reshard_after_forward=reshard)
+        strategy = _settled(replace(wanted, **chosen), limits, sequences)
+        problem = strategy.problem(cpu=limits.cpu)
         if problem is not None:
             problems.append(problem)
-        elif not (pointless or twice):
+        elif not _pointless(strategy, wanted):
             further = stages.index((stage, reshard)) * COSTS["stage", "next"] / strategy.parts
             depth = max(TIERS.index(strategy.tier(kind)) for kind in KINDS)
             found.append((depth, further + cost(strategy, preferred), strategy))
@@ -134,19 +114,14 @@ def order(limits: Limits, wanted: Strategy, sequences: int, preferred: int) -> I
     yield from (strategy for _, _, strategy in sorted(found, key=lambda each: each[:2]))
 
 
-def _idle_offload(strategy: Strategy) -> str | None:
-    """Return the contradiction of activations that are both kept and offloaded, or None."""
-    if strategy.activations != "keep" or strategy.activation_offload == DEVICE:
-        return None
-    return (
-        f"activation_offload: {strategy.activation_offload} needs activations: recompute; with keep, autograd stores the "
-        "activations of a block on the device"
-    )
-
-
-def _open(choice: Any, values: list[Any]) -> list[Any]:
-    """Return the values to try for a choice: the decided one, or all."""
-    return values if choice == AUTO else [choice]
+def _pointless(strategy: Strategy, wanted: Strategy) -> bool:
+    """Return whether the plan's own choices have no effect beside the others."""
+    kept = strategy.activations == "keep"
+    offloads = kept and strategy.activation_offload != DEVICE and AUTO in (wanted.activations, wanted.activation_offload)
+    gathered = strategy.activations == "recompute" and strategy.reshard_after_forward is False
+    gathered = gathered and wanted.reshard_after_forward == AUTO
+    alone = strategy.accumulation == 1 and strategy.accumulate_in == UNIT and wanted.accumulate_in == AUTO
+    return offloads or gathered or alone
 
 
 def _or(choice: Any, value: Any) -> Any:
@@ -184,12 +159,7 @@ def some_divisors(number: int, most: int) -> list[int]:
 
 
 def cost(strategy: Strategy, preferred: int) -> float:
-    """Return the sum of `COSTS` of a strategy per micro-batch, without the stage.
-
-    Args:
-        strategy: A strategy without "auto".
-        preferred: The largest micro-batch that the plan chooses, in sequences.
-    """
+    """Return the sum of `COSTS` of a strategy per micro-batch, without the stage."""
     times = {"state": decided(strategy.accumulation), "parameters": strategy.parts, "gradients": strategy.parts}
     chosen: dict[str, Any] = {kind: getattr(strategy, kind) for kind in KINDS}
     chosen["activations"] = "keep" if strategy.activations == "keep" else "recompute"

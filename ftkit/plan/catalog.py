@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from ftkit.errors import UserError
 from ftkit.plan.memory import GIB
-from ftkit.plan.speed import Rates
+from ftkit.plan.speed import Rate, Rates, Size
 
 DEVICE_RESERVE = (6, 100)
 """Share of a GPU's memory that is never granted, for fragments of torch's allocator. Assumed (docs/rates.md)."""
@@ -23,53 +22,23 @@ DEVICE_RESERVE = (6, 100)
 HOST_RESERVE_BYTES = 4 * GIB
 """Bytes of a node for its system and page cache. Assumed (docs/rates.md)."""
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class _Rates(TypedDict):
-    """Rates of a profile, per second. See hardware.yaml."""
-
-    compute: Annotated[dict[PositiveInt, Rate], Field(min_length=1)]
-    link: Rate
-    network: NotRequired[Rate]
-    pcie: Rate
-    dram: Rate
-    hbm: Rate
-    nvme_read: NotRequired[Rate]
-    nvme_write: NotRequired[Rate]
-    collective_s: NotRequired[Size]
-
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of node.
-
-    Args:
-        name: Name of the profile.
-        gpus: Number of GPUs. 0: ranks compute on the host.
-        device_gib: Memory of each GPU, in GiB.
-        host_gib: Memory of the node, in GiB. None: that of this machine.
-        nvme_gib: NVMe of the node, in GiB.
-        dtype: Compute dtype of its GPUs.
-        rates: Rates of links and arithmetic. None: plans have no seconds.
-        nodes: Number of nodes of this kind, joined by a network.
-        gpu: The driver's name of one of its GPUs.
-        ranks: Number of ranks with which the rates were measured. 0: they are valid for any number.
-    """
+    """A kind of node."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=False)
 
-    name: str
-    gpus: NonNegativeInt
-    device_gib: Size
-    host_gib: Rate | None
-    nvme_gib: Size
-    dtype: Literal["fp16", "bf16", "fp32"]
-    rates: _Rates | None = None
-    nodes: PositiveInt = 1
-    gpu: str = ""
-    ranks: NonNegativeInt = 0
+    name: str  # name of the profile
+    gpus: NonNegativeInt  # number of GPUs. 0: ranks compute on the host
+    device_gib: Size  # memory of each GPU, in GiB
+    host_gib: Rate | None  # memory of the node, in GiB. None: that of this machine
+    nvme_gib: Size  # NVMe of the node, in GiB
+    dtype: Literal["fp16", "bf16", "fp32"]  # compute dtype of its GPUs
+    rates: Rates | None = None  # dram and nvme: of the whole node. None: plans have no seconds
+    nodes: PositiveInt = 1  # number of nodes of this kind, joined by a network
+    gpu: str = ""  # the driver's name of one of its GPUs
+    ranks: NonNegativeInt = 0  # number of ranks with which the rates were measured. 0: they are valid for any number
 
     @property
     def device_bytes(self) -> int:
@@ -78,14 +47,16 @@ class Hardware:
         total = int(self.device_gib * GIB)
         return total - total * part // whole
 
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory of the node without the reserve."""
+        return None if self.host_gib is None else int(self.host_gib * GIB) - HOST_RESERVE_BYTES
+
     def rates_of_a_rank(self, ranks: int) -> Rates | None:
         """Return the rates of each rank while all of them work. None if the profile does not have them.
 
         Ranks share host memory and drives. `pcie` and `link` are rates of one GPU. Collectives of several nodes pass
         through each node's network (a ring).
-
-        Raises:
-            UserError: The rates were measured with another number of ranks.
         """
         if not self.rates:
             return None
@@ -94,21 +65,15 @@ class Hardware:
                 f"{self.name}: its rates were measured with {self.ranks} ranks at once, not with {ranks}: measure again "
                 f"(ftkit measure -o FILE.yaml --nproc {ranks})"
             )
-        rates: dict[str, Any] = dict(self.rates)
-        network = rates.pop("network", None)
+        link = self.rates.link
         if ranks > self.gpus > 0:
-            if network is None:
+            if not self.rates.network:
                 return None
-            rates["link"] = min(rates["link"], network)
+            link = min(link, self.rates.network)
         ranks = min(ranks, self.gpus) if self.gpus else ranks
-        shared = {name: rates.pop(name) / ranks for name in ("dram", "nvme_read", "nvme_write") if name in rates}
+        shared = {name: getattr(self.rates, name) / ranks for name in ("dram", "nvme_read", "nvme_write")}
         itemsize = 4 if self.dtype == "fp32" else 2
-        return Rates(**rates, **shared, itemsize=itemsize, in_order=not self.gpus)
-
-    @property
-    def host_bytes(self) -> int | None:
-        """Host memory of the node without the reserve."""
-        return None if self.host_gib is None else int(self.host_gib * GIB) - HOST_RESERVE_BYTES
+        return replace(self.rates, link=link, **shared, itemsize=itemsize, in_order=not self.gpus)
 
 
 def profiles() -> dict[str, Hardware]:
@@ -124,9 +89,6 @@ def find_hardware(name: str, key: str = "--hardware") -> Hardware:
     Args:
         name: Name of a profile, or path of a YAML file.
         key: Option or recipe key that names it, for messages.
-
-    Raises:
-        UserError: There is no such profile, or the file is not valid.
     """
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name), key)
@@ -147,17 +109,12 @@ def profile_with(gpus: Sequence[str]) -> Hardware | None:
 
 def _read(path: Path, key: str) -> Hardware:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise UserError(f"{key}: {path} is not a mapping of a profile's keys")
-        return CHECKED.validate_python({"name": path.stem, **values})
-    except OSError as error:
-        raise UserError(f"{key}: {path} cannot be read ({error.strerror})") from None
+        return CHECKED.validate_python({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{key}: {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for impossible dates
-        raise UserError(f"{key}: {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    except (OSError, yaml.YAMLError, TypeError) as error:
+        raise UserError(f"{key}: {path} is not a profile: {' '.join(str(error).split())[:200]}") from None
 
 
 CHECKED: TypeAdapter[Hardware] = TypeAdapter(Hardware)
@@ -166,13 +123,7 @@ CHECKED: TypeAdapter[Hardware] = TypeAdapter(Hardware)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model on the hub.
-
-    Args:
-        name: Name on the hub.
-        parameters: Number of parameters.
-        config: Fields of its config.json, with `model_type`.
-    """
+    """A model on the hub: its name, number of parameters, and the fields of its config.json."""
 
     name: str
     parameters: int

@@ -17,23 +17,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+ROUNDING = 1e-9
+"""Shares and seconds that differ by less are equal."""
+
 
 class Event(NamedTuple):
-    """A unit of work.
-
-    Args:
-        name: Name in reports.
-        stream: The stream that runs it.
-        work: Bytes or operations of each resource.
-        after: Numbers of the events that must end before it begins.
-        latency_s: Seconds that it takes at any rate.
-    """
+    """A unit of work."""
 
     name: str
     stream: str
-    work: Mapping[str, float]
-    after: tuple[int, ...] = ()
-    latency_s: float = 0.0
+    work: Mapping[str, float]  # bytes or operations of each resource
+    after: tuple[int, ...] = ()  # numbers of the events that must end before it begins
+    latency_s: float = 0.0  # at any rate
 
 
 @dataclass
@@ -54,13 +49,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times of simulated events.
-
-    Args:
-        events: The events.
-        starts: Start of each event, in seconds.
-        ends: End of each event, in seconds.
-    """
+    """The start and end of each event, in seconds."""
 
     events: Sequence[Event]
     starts: Sequence[float]
@@ -75,19 +64,11 @@ class Timeline:
 
 
 def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
-    """Return the start and end of each event.
-
-    Args:
-        events: The events. Those of one stream run in this order.
-        rates: Rate of each resource, per second.
-
-    Raises:
-        ValueError: A resource has no rate.
-    """
-    takes = [alone(event, rates) for event in events]
+    """Return the start and end of each event. Events of one stream run in the given order; rates are per second."""
+    left = [alone(event, rates) for event in events]  # seconds that the event still takes alone
     shares = [  # of each resource that an event uses alone
         [(name, amount / took / rates[name]) for name, amount in event.work.items()] if took else []
-        for event, took in zip(events, takes)
+        for event, took in zip(events, left)
     ]
     queues: dict[str, deque[int]] = defaultdict(deque)
     waits = [len(event.after) for event in events]  # events that must end before it
@@ -97,7 +78,7 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
         for each in event.after:
             awaited[each].append(number)
     starts, ends = [0.0] * len(events), [-1.0] * len(events)
-    left = [1.0] * len(events)
+    asked = dict.fromkeys(rates, 0.0)  # shares of the running events
     running: list[int] = []
     busy: set[str] = set()  # streams with a running event
     waking = list(queues)  # streams whose first event may begin now
@@ -117,49 +98,31 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
             while queue and stream not in busy and not waits[queue[0]]:
                 number = queue.popleft()
                 starts[number] = now
-                if takes[number] > 0:
+                if left[number] > 0:
                     running.append(number)
                     busy.add(stream)
+                    for name, share in shares[number]:
+                        asked[name] += share
                 else:  # an event without duration lets others begin
                     end(number)
         if not running:
-            break
-        speeds = _speeds(running, takes, shares)
+            return Timeline(events, starts, ends)
+        speeds = [1.0] * len(running)
+        if max(asked.values()) > 1 + ROUNDING:
+            speeds = [1 / max([1.0, *(asked[name] for name, _ in shares[each])]) for each in running]
         step = min([left[each] / speed for each, speed in zip(running, speeds)])
         now += step
-        still = []
-        for each, speed in zip(running, speeds):
+        for each, speed in zip(tuple(running), speeds):
             left[each] -= speed * step
-            if left[each] > 1e-12:
-                still.append(each)
-                continue
-            end(each)
-            busy.discard(events[each].stream)
-            waking.append(events[each].stream)
-        running = still
-    return Timeline(events, starts, ends)
+            if left[each] <= ROUNDING * step:
+                running.remove(each)
+                busy.discard(events[each].stream)
+                waking.append(events[each].stream)
+                for name, share in shares[each]:
+                    asked[name] -= share
+                end(each)
 
 
 def alone(event: Event, rates: Mapping[str, float]) -> float:
-    """Return the seconds of an event that runs alone, or raise ValueError if a resource has no rate."""
-    longest = 0.0
-    try:
-        for name, amount in event.work.items():
-            longest = max(longest, amount / rates[name])
-        return event.latency_s + longest
-    except KeyError:
-        unknown = event.work.keys() - rates.keys()
-        raise ValueError(f"{event.name}: no rate of {min(unknown)}") from None
-
-
-def _speeds(running: Sequence[int], takes: Sequence[float], shares: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
-    """Return the share of each running event that is done per second."""
-    asked: dict[str, float] = {}
-    for each in running if len(running) > 1 else ():
-        for name, share in shares[each]:
-            asked[name] = asked.get(name, 0.0) + share
-    if max(asked.values(), default=0.0) <= 1:  # the usual case: enough for all
-        return [1.0 / takes[each] for each in running]
-    return [
-        min([1 / asked[name] for name, _ in shares[each] if asked[name] > 1], default=1.0) / takes[each] for each in running
-    ]
+    """Return the seconds of an event that runs alone."""
+    return event.latency_s + max([amount / rates[name] for name, amount in event.work.items()], default=0.0)

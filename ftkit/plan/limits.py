@@ -10,27 +10,16 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 @dataclass(frozen=True)
 class Limits:
-    """Memory that a run may use, in bytes. None: not limited (nvme: there is no such tier).
+    """Memory that a run may use, in bytes. None: not limited (nvme: there is no such tier)."""
 
-    Args:
-        device_bytes: Memory of each rank's device.
-        host_bytes: Host memory of a node.
-        nvme_bytes: NVMe of a node.
-        disk_bytes: Space for checkpoints, on the disk of `output.dir`.
-        ranks_per_node: Ranks that share host memory and NVMe.
-        cpu: Ranks compute on the host.
-        nvme_dir: Folder of the NVMe tier on a rank's own node. None if there is none, or the plan is for another node.
-        names: (tier, source of its limit), for messages.
-    """
-
-    device_bytes: int | None
-    host_bytes: int | None
-    nvme_bytes: int | None = None
-    disk_bytes: int | None = None
-    ranks_per_node: int = 1
-    cpu: bool = False
-    nvme_dir: str | None = None
-    names: tuple[tuple[str, str], ...] = ()
+    device_bytes: int | None  # memory of each rank's device
+    host_bytes: int | None  # host memory of a node
+    nvme_bytes: int | None = None  # NVMe of a node
+    disk_bytes: int | None = None  # space for checkpoints, on the disk of `output.dir`
+    ranks_per_node: int = 1  # ranks that share host memory and NVMe
+    cpu: bool = False  # ranks compute on the host
+    nvme_dir: str | None = None  # folder of the NVMe tier on a rank's own node
+    names: tuple[tuple[str, str], ...] = ()  # (tier, source of its limit), for messages
 
     def granted(self, tier: str) -> int | None:
         """Return the limit of a tier: per rank on the device, per node elsewhere."""
@@ -54,14 +43,9 @@ class Shortage:
     granted_bytes: int
     phase: str
 
-    @property
-    def ratio(self) -> float:
-        """Needed bytes per granted byte."""
-        return self.needed_bytes / max(self.granted_bytes, 1)
-
     def __str__(self) -> str:
         short = self.needed_bytes - self.granted_bytes
-        where = {DEVICE: "device memory a rank", HOST: "host memory", NVME: "NVMe"}[self.tier]
+        where = {DEVICE: "device memory per rank", HOST: "host memory", NVME: "NVMe"}[self.tier]
         if self.tier == NVME and not self.granted_bytes:
             return f"{gib(self.needed_bytes)} GiB of NVMe needed, none granted"
         return f"{where}: {gib(short)} GiB short ({gib(self.needed_bytes)} needed, {gib(self.granted_bytes)} granted)"

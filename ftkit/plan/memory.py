@@ -42,8 +42,7 @@ AFTER_LOAD = ("train", "save", "resume")
 ACTIVATIONS = "activations"
 
 LOGIT_BYTES = 12
-"""Bytes per logit at the loss's backward, for any compute dtype: log-softmax, the gradient of the selected ones, and that of
-the logits, fp32 each (torch's cross entropy on `logits.float()`, as transformers computes it)."""
+"""Bytes per logit at the loss's backward: log-softmax, its gradient, and that of the logits, fp32 each."""
 
 FORWARD_SHARE = (1, 2)
 """Peak bytes of a forward without a graph, as a share of the block's graph. Derived, not measured: three tensors of the
@@ -77,12 +76,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank, and the checkpoint disk space of all ranks.
-
-    Args:
-        items: Memory of one rank.
-        checkpoint_bytes: Bytes of all ranks on the disk of `output.dir`.
-    """
+    """The memory of one rank, and the bytes of all ranks' checkpoints on the disk of `output.dir`."""
 
     items: tuple[Item, ...]
     checkpoint_bytes: int
@@ -119,13 +113,7 @@ class Memory:
 
 @lru_cache(maxsize=4096)
 def memory(shape: Shape, strategy: Strategy, *, cpu: bool) -> Memory:
-    """Return the memory of one rank. Cached, because a search asks for many strategies again.
-
-    Args:
-        shape: The model and its data.
-        strategy: A strategy without "auto".
-        cpu: The rank computes on the host. Device and host are then one memory, and everything is counted as host.
-    """
+    """Return the memory of one rank. On the CPU, device and host are one memory, and everything is counted as host."""
     items = [*_weights(shape, strategy), *_state(shape, strategy, cpu=cpu), *_slots(shape, strategy, cpu=cpu)]
     items += [*_staging(shape, strategy, cpu=cpu), *_instants(shape, strategy, cpu=cpu)]
     items += [*_files(shape), *_runtime(shape, cpu=cpu)]
@@ -139,8 +127,7 @@ def memory(shape: Shape, strategy: Strategy, *, cpu: bool) -> Memory:
 
 def _weights(shape: Shape, strategy: Strategy) -> Iterator[Item]:
     """Yield the parameters and gradients of every flat parameter."""
-    world = shape.world_size
-    owners = strategy.owners(world)
+    world, owners = shape.world_size, strategy.owners(shape.world_size)
     for placed, count in shape.counted:
         flat = placed.flat
         shard, full = count * flat.shard_numel(owners), count * flat.padded_numel(owners)
@@ -209,11 +196,8 @@ def widest_states_bytes(shape: Shape, strategy: Strategy, units: int, *, cpu: bo
 
 def _own_master(placed: Placed, strategy: Strategy, world_size: int, *, cpu: bool) -> bool:
     """Return whether fp32 weights are their own master: they are where the state is updated."""
-    if placed.flat.itemsize != 4:
-        return False
     tier = DEVICE if strategy.resident(placed.kind, world_size) else strategy.parameters
-    updated_on_device = strategy.state == DEVICE
-    return cpu or tier == NVME or (tier == DEVICE) == updated_on_device
+    return placed.flat.itemsize == 4 and (cpu or tier == NVME or (tier == DEVICE) == (strategy.state == DEVICE))
 
 
 def _slots(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
@@ -232,27 +216,23 @@ def _slots(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
 
 def _slot_bytes(shape: Shape, strategy: Strategy, flats: Iterable[Flat], *, gradients: bool) -> int:
     """Return the bytes of a block's gathered weights, or of its gradients, in a slot."""
-    if gradients and strategy.reduced_late("block", shape.world_size):
-        return 0
-    if not gradients and strategy.resident("block", shape.world_size):
+    absent = strategy.reduced_late if gradients else strategy.resident
+    if absent("block", shape.world_size):
         return 0
     total = 0
     for flat in flats:
-        itemsize = strategy.slot_itemsize(flat.itemsize) if gradients else flat.itemsize
-        size = flat.padded_numel(strategy.owners(shape.world_size)) * itemsize
-        used = flat.trained or not gradients
-        total += used * -(-size // sizes.ALIGNMENT_BYTES) * sizes.ALIGNMENT_BYTES
+        if flat.trained or not gradients:
+            itemsize = strategy.slot_itemsize(flat.itemsize) if gradients else flat.itemsize
+            size = flat.padded_numel(strategy.owners(shape.world_size)) * itemsize
+            total += -(-size // sizes.ALIGNMENT_BYTES) * sizes.ALIGNMENT_BYTES
     return total
 
 
 def _staging(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     """Yield host buffers between tiers."""
     world, owners = shape.world_size, strategy.owners(shape.world_size)
-    if strategy.parameters == NVME:
-        groups = (
-            sum(x.shard_numel(owners) * x.itemsize for x in flats if not strategy.resident("block", world))
-            for flats, _ in shape.groups
-        )
+    if strategy.parameters == NVME:  # at stage 3, whose blocks are resident on no rank
+        groups = (sum(flat.shard_numel(owners) * flat.itemsize for flat in flats) for flats, _ in shape.groups)
         yield Item("staging", HOST, sizes.READ_AHEAD_BUFFERS * max(groups, default=0))
     trained = [placed for placed, _ in shape.counted if placed.flat.trained]
     leaving = [p.flat for p in trained if strategy.gradients != DEVICE and not strategy.reduced_late(p.kind, world)]
@@ -305,19 +285,6 @@ def graph_bytes(shape: Shape, strategy: Strategy) -> int:
     return tokens * (shape.block_elements + shape.score_elements * shape.sequence_tokens) * shape.itemsize
 
 
-def attention_bytes(shape: Shape, strategy: Strategy) -> int:
-    """Return the bytes that attention's backward allocates beside its gradients, on the GPU that needs most.
-
-    The plan does not know the GPU's compute capability. A V100 (7.0) needs as much as any.
-    """
-    assert shape.attention is not None
-    dtype, micro_batch = "fp32" if shape.itemsize == 4 else "fp16", decided(strategy.micro_batch)
-    return max(
-        backward_bytes(shape.attention, micro_batch, shape.sequence_tokens, dtype, sm=sm, packed=shape.packed)
-        for sm in (70, 80)
-    )
-
-
 def _instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     """Yield the inputs of recomputed blocks, and the worst of the instants of a step."""
     blocks = len(shape.blocks)
@@ -347,12 +314,11 @@ def _step_instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[d
     head, gradient, copied = _root_bytes(shape, strategy)
     yield from _loss_instants(shape, strategy, cpu=cpu)
     yield {"root parameters": gradient + copied}
-    graph = graph_bytes(shape, strategy)
-    keeps_graphs = strategy.graphs(len(shape.blocks)) > 0
-    if not keeps_graphs:  # the head is gathered beside the last block's forward
+    graph = 0 if strategy.graphs(len(shape.blocks)) else graph_bytes(shape, strategy)
+    if graph:  # the head is gathered beside the last block's forward
         part, whole = FORWARD_SHARE
         yield {"workspace": graph * part // whole, "root parameters": head}
-    yield {"workspace": _backward_bytes(shape, strategy, cpu=cpu) + (0 if keeps_graphs else graph)}
+    yield {"workspace": _backward_bytes(shape, strategy, cpu=cpu) + graph}
     update = 0
     if strategy.state == DEVICE and not cpu and shape.trained_numel:  # the gradient in fp32, and times the clip
         owners = strategy.owners(shape.world_size)
@@ -388,8 +354,10 @@ def _backward_bytes(shape: Shape, strategy: Strategy, *, cpu: bool) -> int:
     world, owners = shape.world_size, strategy.owners(shape.world_size)
     part, whole = BACKWARD_SHARE
     graph = graph_bytes(shape, strategy)
-    # Attention's backward runs after that of the layers behind it, whose memory is free again.
-    needed = attention_bytes(shape, strategy) if shape.attention is not None and not cpu else 0
+    needed = 0
+    if shape.attention is not None and not cpu:  # runs after the backward of the layers behind it, whose memory is free
+        rows = decided(strategy.micro_batch)
+        needed = backward_bytes(shape.attention, rows, shape.sequence_tokens, shape.itemsize, packed=shape.packed)
     total = max(graph * part // whole, needed) + shape.widest_tensor * shape.itemsize
     total += strategy.sequences * shape.sequence_tokens * shape.hidden * shape.itemsize  # the next block's gradient
     trained = [p.flat for p, _ in shape.counted if p.flat.trained and not strategy.reduced_late(p.kind, world)]

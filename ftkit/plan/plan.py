@@ -17,7 +17,7 @@ from ftkit.plan.memory import ACTIVATIONS, GIB, PHASES, Memory, kept_bytes, memo
 from ftkit.plan.refuse import DoesNotFit, check_disk, refusal
 from ftkit.plan.search import fastest
 from ftkit.plan.shape import Shape
-from ftkit.plan.speed import Rates, Speed
+from ftkit.plan.speed import Speed
 from ftkit.spec.strategy import AUTO, OPEN, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
@@ -25,9 +25,7 @@ SPARE_SHARE = (9, 10)
 """Share of the unused host memory in which an NVMe state is cached. The plan's other bytes are estimates."""
 
 UNITS_IN_HOST = 2
-"""The widest units whose state stays in host memory if the user put the state on NVMe. Read-ahead of two units would need as
-much memory, but state that stays is not read and written at all
-(benchmarks/results/2026-11-22-offload-11.json)."""
+"""The widest units whose state stays in host memory if the user put the state on NVMe."""
 
 KEPT_BLOCKS_SHARE = (9, 10)
 """Share of the blocks whose graphs would fit that keep them. The bytes of a graph are an estimate."""
@@ -38,7 +36,7 @@ LARGEST_SEARCHED = 1 << 14
 
 @dataclass(frozen=True)
 class Asked(Request):
-    """The input of a plan. Arguments as `Request`'s."""
+    """The input of a plan, which it makes."""
 
     def plan(self, *, next_best: bool = True) -> Plan:
         """Return the best strategy that fits.
@@ -52,8 +50,8 @@ class Asked(Request):
         """
         passed: list[tuple[Strategy, tuple[Shortage, ...]]] = []
         fitting: list[Strategy] = []
-        for strategy, short in self.tries():
-            if short:
+        for strategy in self.order():
+            if short := self.short(strategy):
                 passed.append((strategy, short))
                 continue
             fitting.append(with_spare_host(strategy, self.shape, self.limits, self.wanted))
@@ -67,45 +65,40 @@ class Asked(Request):
         chosen = best[0][0] if best else fitting[0]
         taken = self.memory(chosen)
         check_disk(taken, self.limits)
-        plain = _without_spare_host(chosen, self.wanted)
+        cached = chosen.state == NVME and self.wanted.state_host_bytes == AUTO
+        plain = replace(chosen, state_host_bytes=0) if cached else chosen
         return Plan(
-            self.shape,
+            self,
             chosen,
             taken,
-            self.limits,
             tuple(_why(self, plain, passed, len(fitting) if best else None)),
             last_true(decided(plain.micro_batch), LARGEST_SEARCHED, lambda count: not self.short(larger(plain, count))),
             best[0][1] if best else None,
-            (best[1][0], best[1][1].without_timeline()) if len(best) > 1 else None,
-            self,
+            best[1] if len(best) > 1 else None,
         )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy that fits, its memory, and the reasons for it.
+    """A strategy that fits, its memory, and the reasons for it."""
 
-    Args:
-        shape: The model and its data.
-        strategy: The chosen strategy, without "auto".
-        memory: Memory of one rank.
-        limits: Memory that may be used.
-        why: Sentences: the reason, and the strategies before it that did not fit.
-        largest_micro_batch: The most sequences per micro-batch that would fit this strategy.
-        speed: Speed of a step. None if no rates are known.
-        runner_up: The next best strategy and its speed, or None.
-        asked: The input of the plan.
-    """
+    asked: Asked  # the input of the plan
+    strategy: Strategy  # the chosen strategy, without "auto"
+    memory: Memory  # memory of one rank
+    why: tuple[str, ...]  # sentences: the reason, and the strategies before it that did not fit
+    largest_micro_batch: int  # the most sequences per micro-batch that would fit this strategy
+    speed: Speed | None = None  # speed of a step. None if no rates are known
+    runner_up: tuple[Strategy, Speed] | None = None  # the next best strategy and its speed, or None
 
-    shape: Shape
-    strategy: Strategy
-    memory: Memory
-    limits: Limits
-    why: tuple[str, ...]
-    largest_micro_batch: int
-    speed: Speed | None = None
-    runner_up: tuple[Strategy, Speed] | None = None
-    asked: Asked | None = None
+    @property
+    def shape(self) -> Shape:
+        """The model and its data."""
+        return self.asked.shape
+
+    @property
+    def limits(self) -> Limits:
+        """Memory that may be used."""
+        return self.asked.limits
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -167,19 +160,6 @@ class Plan:
         }
 
 
-def make_plan(
-    shape: Shape,
-    limits: Limits,
-    wanted: Strategy = OPEN,
-    *,
-    sequences: int = 1,
-    preferred: int = 1,
-    rates: Rates | None = None,
-) -> Plan:
-    """Return the best strategy that fits. Arguments and errors as `Asked.plan`'s."""
-    return Asked(shape, limits, wanted, sequences, preferred, rates).plan()
-
-
 def with_spare_host(strategy: Strategy, shape: Shape, limits: Limits, wanted: Strategy = OPEN) -> Strategy:
     """Return the strategy with a part of an NVMe state cached in unused host memory.
 
@@ -196,13 +176,6 @@ def with_spare_host(strategy: Strategy, shape: Shape, limits: Limits, wanted: St
         stays = min(stays, widest_states_bytes(shape, strategy, UNITS_IN_HOST, cpu=limits.cpu))
     filled = replace(strategy, state_host_bytes=stays)
     return strategy if asked.short(filled) else filled
-
-
-def _without_spare_host(strategy: Strategy, wanted: Strategy) -> Strategy:
-    """Return the strategy without the host cache that the plan added to an NVMe state."""
-    if strategy.state != NVME or wanted.state_host_bytes != AUTO:
-        return strategy
-    return replace(strategy, state_host_bytes=0)
 
 
 def _most_kept(asked: Request, strategy: Strategy) -> Strategy | None:
@@ -224,7 +197,7 @@ def _why(
         asked: The input of the plan.
         plain: The chosen strategy, without the host cache of an NVMe state.
         passed: Strategies that do not fit, with their shortages.
-        simulated: Strategies that fit. None if the choice was made without rates.
+        simulated: Number of strategies that fit. None if the choice was made without rates.
     """
     if simulated is not None:
         yield f"the fastest of {simulated} {'strategy' if simulated == 1 else 'strategies'} that fit, as simulated"
@@ -253,14 +226,12 @@ def _better(strategy: Strategy, asked: Request) -> Iterator[tuple[str, Strategy]
         up = DEVICE if limits.cpu or tier == HOST else HOST
         changes: dict[str, Any] = {kind: up}
         if kind == "state":
-            changes["state_host_bytes"] = 0
-        if kind == "state" and up == DEVICE:
-            changes |= {"parameters": DEVICE, "gradients": DEVICE}
+            changes |= {"state_host_bytes": 0} | ({"parameters": DEVICE, "gradients": DEVICE} if up == DEVICE else {})
         better = replace(strategy, **changes)
         if better.problem(cpu=limits.cpu) is None:
             yield f"with {kind.replace('activation_offload', 'activations')} on {up}", better
     if wanted.micro_batch == AUTO and (micro_batch := decided(strategy.micro_batch)) < asked.preferred:
-        yield f"with {micro_batch * 2} sequences a micro-batch", larger(strategy, micro_batch * 2)
+        yield f"with a micro-batch of {micro_batch * 2} sequences", larger(strategy, micro_batch * 2)
 
 
 def wear(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, int]:

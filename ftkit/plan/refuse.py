@@ -24,23 +24,15 @@ class DoesNotFit(UserError):
     Args:
         text: Message for the user.
         shortages: Shortages of the strategy that comes nearest.
-        options: Changes after which a strategy fits, a sentence each.
     """
 
-    def __init__(self, text: str, shortages: tuple[Shortage, ...] = (), options: tuple[str, ...] = ()) -> None:
+    def __init__(self, text: str, shortages: tuple[Shortage, ...] = ()) -> None:
         super().__init__(text)
-        self.shortages, self.options = shortages, options
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.shortages, self.options)
+        self.shortages = shortages
 
 
 def check_disk(taken: Memory, limits: Limits) -> None:
-    """Check that checkpoints and model fit their disk.
-
-    Raises:
-        DoesNotFit: They do not fit.
-    """
+    """Raise DoesNotFit if checkpoints and model do not fit their disk."""
     if limits.disk_bytes is not None and taken.checkpoint_bytes > limits.disk_bytes:
         short = Shortage("disk", taken.checkpoint_bytes, limits.disk_bytes, "save")
         raise DoesNotFit(
@@ -52,37 +44,37 @@ def check_disk(taken: Memory, limits: Limits) -> None:
 
 
 def refusal(asked: Request, passed: Sequence[tuple[Strategy, tuple[Shortage, ...]]]) -> DoesNotFit:
-    """Return the error for a request that no strategy fits.
-
-    Args:
-        asked: The input of the plan.
-        passed: All possible strategies, with their shortages.
-    """
+    """Return the error for a request that no strategy fits, of all possible strategies with their shortages."""
     shape, limits = asked.shape, asked.limits
+
     # Strategies that use the device least come first, because the numbers of others would blame the wrong tier.
-    strategy, short = min(passed, key=lambda each: (any(s.tier == DEVICE for s in each[1]), max(s.ratio for s in each[1])))
+    def distance(each: tuple[Strategy, tuple[Shortage, ...]]) -> tuple[bool, float]:
+        ratios = [short.needed_bytes / max(short.granted_bytes, 1) for short in each[1]]
+        return any(short.tier == DEVICE for short in each[1]), max(ratios)
+
+    strategy, short = min(passed, key=distance)
     taken = asked.memory(strategy)
     tiers = []
     for each in short:
         ranks = limits.ranks(each.tier)
         sizes = sorted(taken.purposes(each.tier, each.phase).items(), key=lambda item: -item[1])
         parts = ", ".join(f"{purpose} {gib(size * ranks)}" for purpose, size in sizes)
-        per = " a rank" if each.tier == DEVICE else ""
+        per = " per rank" if each.tier == DEVICE else ""
         where = {DEVICE: DEVICE, HOST: "host memory", NVME: "NVMe"}[each.tier]
         tiers.append(
             f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.phase} ({parts}), "
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
         )
-    options = tuple(islice(_options(asked), 3))
+    options = "; or ".join(islice(_options(asked), 3)) or "use a smaller model"
     tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     text = (
         f"does not fit: {'; '.join(tiers)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
-        f"rank{'s' * (shape.world_size > 1)}, {tokens} tokens a micro-batch; {strategy}). "
-        f"Options: {'; or '.join(options) or 'use a smaller model'}"
+        f"rank{'s' * (shape.world_size > 1)}, {tokens} tokens per micro-batch; {strategy}). "
+        f"Options: {options}"
     )
     if limits.cpu and not any("profile" in name for _, name in limits.names):
         text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME plans for others"
-    return DoesNotFit(text, short, options)
+    return DoesNotFit(text, short)
 
 
 def _options(asked: Request) -> Iterator[str]:
@@ -96,29 +88,22 @@ def _options(asked: Request) -> Iterator[str]:
     free = wanted.reopened()
     if wanted != free and (strategy := replace(asked, wanted=free).first_fit()) is not None:
         yield f"leave the choices of engine: to the plan ({strategy} fits)"
-    if not limits.nvme_bytes and (size := _needed(asked, NVME)):
+    if (size := _needed(asked, NVME)) and size > (limits.nvme_bytes or 0):
         yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each node (to plan with it: memory.nvme_gib)"
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
     if shorter.sequence_tokens >= 64 and replace(asked, shape=shorter).first_fit():
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"
-    if limits.nvme_bytes and (size := _needed(asked, NVME)) and size > limits.nvme_bytes:
-        yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each node"
     if limits.host_bytes is not None and (size := _needed(asked, HOST)):
         yield f"grant {gib_up(size)} GiB of host memory (memory.host_gib)"
     if not shape.peft and replace(asked, shape=with_adapter(shape)).first_fit():
         yield "train an adapter (adapter: {rank: 16})"
     if not limits.cpu and limits.device_bytes is not None and (size := _needed(asked, DEVICE)):
         yield f"use GPUs with {gib_up(size)} GiB each (memory.device_gib)"
-    for nodes in (2, 4, 8):
-        more = replace(shape, world_size=shape.world_size * nodes)
-        if replace(asked, shape=more, sequences=max(asked.sequences // nodes, 1)).first_fit():
-            yield f"use {nodes} nodes like this one ({more.world_size} ranks)"
-            return
 
 
 def _needed(asked: Request, tier: str) -> int | None:
     """Return the smallest limit of a tier with which some strategy fits."""
     unlimited: dict[str, Any] = {f"{tier}_bytes": 1 << 60}
     opened = replace(asked, limits=replace(asked.limits, **unlimited))
-    peaks = [opened.memory(strategy).peak(tier) for strategy, short in opened.tries() if not short]
+    peaks = [opened.memory(strategy).peak(tier) for strategy in opened.order() if not opened.short(strategy)]
     return min(peaks) * asked.limits.ranks(tier) if peaks else None

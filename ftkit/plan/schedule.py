@@ -58,12 +58,9 @@ def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None 
         strategy: A strategy without "auto".
         rates: Rates of one rank.
         rounds: Passes over all blocks per step. None: the strategy's.
-
-    Raises:
-        ValueError: The strategy needs a resource for which `rates` has no rate.
     """
     rounds = rounds or strategy.rounds
-    step = _Step(shape, strategy, rounds, rates.collective_s, in_order=rates.in_order)
+    step = Steps(shape, strategy, rounds, rates.collective_s, in_order=rates.in_order)
     ends = [step.add() for _ in range(STEPS)]
     timeline = simulate(step.script.events, rates.all(shape.hidden))
     marks = [max(timeline.ends[number] for number in numbers) for numbers in ends]
@@ -76,22 +73,12 @@ def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None 
     return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last), round_s)
 
 
-def script(shape: Shape, strategy: Strategy, steps: int = 1, *, in_order: bool = False) -> Script:
-    """Return the events of consecutive steps. `speed` simulates them, and tests compare them with the engine."""
-    step = _Step(shape, strategy, strategy.rounds, 0.0, in_order=in_order)
-    for _ in range(steps):
-        step.add()
-    return step.script
-
-
-def parts_of_step(
-    shape: Shape, strategy: Strategy, *, in_order: bool = False
-) -> tuple[Sequence[Event], Sequence[Event], Sequence[Event]]:
+def parts_of_step(shape: Shape, strategy: Strategy, *, in_order: bool = False) -> tuple[Sequence[Event], ...]:
     """Return the events of a step's first round of micro-batches, of each further round, and of its end.
 
     Full gradients are reduced only in the last round. Their reductions are part of the end.
     """
-    step = _Step(shape, strategy, 2, 0.0, in_order=in_order)
+    step = Steps(shape, strategy, 2, 0.0, in_order=in_order)
     step.add()
     first, second = (number + 1 for number in step.until)
     events = step.script.events
@@ -101,16 +88,8 @@ def parts_of_step(
     return events[:first], further, [*(events[n] for n in sorted(once)), *events[second:]]
 
 
-class _Step:
-    """Appends steps to a script.
-
-    Args:
-        shape: The model and its data.
-        strategy: A strategy without "auto".
-        rounds: See `speed`.
-        collective_s: See `Rates`.
-        in_order: See `Rates`.
-    """
+class Steps:
+    """A script of consecutive steps. Arguments as in `speed` and `Rates`. Tests compare its events with the engine's."""
 
     def __init__(self, shape: Shape, strategy: Strategy, rounds: int, collective_s: float, *, in_order: bool) -> None:
         self.shape, self.strategy, self.rounds, self.collective_s = shape, strategy, rounds, collective_s
@@ -247,11 +226,7 @@ class _Step:
         return self.script.add(name, self.beside, {"link": size}, after, latency_s=self.collective_s)
 
     def _gather(self, number: int, *, first: bool) -> int | None:
-        """Gather a block's weights unless they are there; in the first forward of a step, after their update.
-
-        Returns:
-            The event after which the weights can be read. None: they can be read already.
-        """
+        """Gather a block's weights unless they are there. Return the event after which they can be read, if any."""
         slot, block = number % 2, self.blocks[number]
         updated = self._updated(number) if first else None
         own = not self.strategy.reshard_after_forward  # a buffer of the block's own, until its backward
@@ -268,10 +243,7 @@ class _Step:
     def _fill(self, name: str, group: Group, after: Sequence[int | None]) -> int | None:
         """Copy shards from their tier, and gather them. Return the event after which all weights can be read.
 
-        Args:
-            name: Number of the block, or name of the root parameters.
-            group: The flat parameters.
-            after: The event after the update, and the event after which the memory may be written.
+        `after` has the event of the update, and the event after which the memory may be written.
         """
         fetched: int | None = None
         if self.strategy.parameters != DEVICE:
@@ -310,11 +282,7 @@ class _Step:
     def _collect(self, name: str, group: Group, *, first: bool, last: bool = False) -> None:
         """Collect a gradient in the slot and reduce it, or sum it in full until the last micro-batch or the norm reduces it.
 
-        Args:
-            name: Name of the computation that made the gradient.
-            group: Its flat parameters.
-            first: It is the first of a step.
-            last: It is a block's backward in the last micro-batch of a step. Full gradients are then reduced too.
+        `last` is a block's backward in the last micro-batch of a step. Full gradients are then reduced too.
         """
         if not group.trained_numel:
             return
@@ -342,14 +310,7 @@ class _Step:
             self.computed = self.script.add(f"await {name}", "compute", {}, [self.computed, reduced])
 
     def _offload(self, name: str, group: Group, after: Sequence[int | None], *, first: bool) -> int:
-        """Copy a reduced gradient to the host, and sum or write it there; return the copy.
-
-        Args:
-            name: Name of the computation that made the gradient.
-            group: Its flat parameters.
-            after: Events that the copy waits for.
-            first: It is the first of a step.
-        """
+        """Copy a reduced gradient to the host, and sum or write it there. Return the copy."""
         copied = self.offloaded = self._copy(f"offload {name}", "down", group.received, after)
         if not first:
             work = {"dram": group.received + 2 * group.summed}
@@ -366,18 +327,14 @@ class _Step:
         everything = [*self.blocks, self.roots, self.replicated]
         # On other tiers the offload has computed the norm.
         work = {"hbm": sum(group.summed for group in everything)} if self.strategy.gradients == DEVICE else {}
-        norm = self.script.add("norm", self.beside, work, self._finish(), latency_s=NORM_S)
+        moved = sum(group.reduced for group in (self.roots, self.replicated) if group.late)
+        self._collective("finish gradients", moved, [self.computed])
+        norm = self.script.add("norm", self.beside, work, [self.offloaded, self.computed], latency_s=NORM_S)
         self.left = decided(self.strategy.state_host_bytes)
         self.written = {OUTSIDE: self._update_of(OUTSIDE, [self.roots, self.replicated], norm)}
         for number, block in enumerate(self.blocks):
             if block.trained_numel:
                 self.written[number] = self._update_of(number, [block], norm)
-
-    def _finish(self) -> list[int | None]:
-        """Reduce the full gradients outside blocks. Return the events that the norm waits for, beside reductions."""
-        moved = sum(group.reduced for group in (self.roots, self.replicated) if group.late)
-        self._collective("finish gradients", moved, [self.computed])
-        return [self.offloaded, self.computed]
 
     def _update_of(self, number: int, groups: Sequence[Group], norm: int) -> int:
         """Update a block (or `OUTSIDE`); return the event after which its weights are complete."""

@@ -2,9 +2,9 @@
 
 Each strategy has a lower bound that is cheap to compute: a step is not shorter than its busiest stream, or the most wanted
 resource, needs alone. Strategies are simulated in order of their bounds. The search ends at the first bound above the
-shortest step found, because no later strategy can win. A strategy that is another one with something moved down to NVMe
-cannot win, and is left out at once. Of strategies that differ by less than `ALIKE` the cheapest in order is chosen: the
-rates are not known more exactly, and simple strategies have fewer parts that can be slow.
+shortest steps found, because no later strategy can win. A strategy that is another one with something moved down to NVMe
+cannot win, and is left out at once. Of strategies that differ by less than `ALIKE` the cheapest in order is chosen, because
+the rates are not known more exactly.
 
 Bounds and seconds are cached, because `ftkit plan` asks for the same strategies again with other limits (whatif.py).
 Cost: about a second for 13B.
@@ -13,9 +13,9 @@ Cost: about a second for 13B.
 from __future__ import annotations
 
 import gc
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -31,7 +31,8 @@ ALIKE = 0.005
 """Share of a step's seconds by which strategies may differ and still count as equally fast."""
 
 ROUNDS = 3
-"""Simulated rounds of micro-batches: the first hides the update, and the last precedes it."""
+"""Simulated rounds of micro-batches: the first hides the update, and the last precedes it. At stages 0 and 1 the last also
+reduces full gradients."""
 
 MOST_ROUNDS = 16
 """Simulated rounds of micro-batches if their timeline is shown, or if all rounds differ."""
@@ -49,48 +50,36 @@ def fastest(
         candidates: Strategies that fit, from cheap to expensive.
         shape: The model and its data.
         rates: Rates of one rank.
-        next_best: Also find the second one, which takes about as long as the first.
+        next_best: Also find the second one.
     """
-    with _without_gc():
-        return _fastest(candidates, shape, rates, next_best=next_best)
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Suspend Python's garbage collector: a search allocates a million objects without cycles. Saves a third of its time."""
     enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # a search allocates a million objects without cycles; this saves a third of its time
     try:
-        yield
+        return _fastest(candidates, shape, rates, next_best=next_best)
     finally:
         if enabled:
             gc.enable()
 
 
 def _fastest(candidates: Sequence[Strategy], shape: Shape, rates: Rates, *, next_best: bool) -> list[tuple[Strategy, Speed]]:
-    known = list(_worth_it([each for each in candidates if rates.know(shape, each)], len(shape.blocks)))
-    without_drive = replace(rates, nvme_read=0.0, nvme_write=0.0)
+    simulated = [each for each in candidates if rates.missing(shape, each) is None]
+    known = list(_worth_it(simulated, len(shape.blocks)))
+    without_drive = replace(rates, nvme_read=0.0, nvme_write=0.0)  # questions with and without a drive share the cache
     used = [rates if each.uses_nvme else without_drive for each in known]
     bounds = [bound(shape, each, own) for each, own in zip(known, used)]
     ordered = sorted(range(len(known)), key=lambda number: bounds[number])
+    kinds = [replace(each, activations="recompute") for each in known]
     found: dict[int, float] = {}
+    shortest: dict[Strategy, float] = {}  # seconds of each kind
     for number in ordered:
-        if found and bounds[number] > min(found.values()) * (1 + ALIKE):
+        if len(shortest) > next_best and bounds[number] > sorted(shortest.values())[next_best] * (1 + ALIKE):
             break
         found[number] = seconds(shape, known[number], used[number])
-    if not found:
-        return []
-    best = _simplest(found)
-    ranked = [best]
-    if next_best:  # of each other kind the strategy with the lowest bound
-        found, kinds = {}, {_kind(known[best])}
-        for number in ordered:
-            if found and bounds[number] > min(found.values()):
-                break
-            if (kind := _kind(known[number])) not in kinds:
-                kinds.add(kind)
-                found[number] = seconds(shape, known[number], used[number])
-        ranked += [_simplest(found)] if found else []
+        shortest[kinds[number]] = min(found[number], shortest.get(kinds[number], math.inf))
+    ranked = [_simplest(found)] if found else []
+    others = {number: each for number, each in found.items() if kinds[number] != kinds[ranked[0]]}
+    if next_best and others:
+        ranked.append(_simplest(others))
     return [(known[number], speed_of(shape, known[number], rates)) for number in ranked]
 
 
@@ -118,28 +107,21 @@ def _is_lower(strategy: Strategy, other: Strategy) -> bool:
     return lower and (other.state != NVME or decided(strategy.state_host_bytes) <= decided(other.state_host_bytes))
 
 
-def _kind(strategy: Strategy) -> Strategy:
-    return replace(strategy, activations="recompute")
-
-
 @lru_cache(maxsize=4096)
 def seconds(shape: Shape, strategy: Strategy, rates: Rates) -> float:
     """Return the duration of a step in seconds.
 
-    All rounds of micro-batches after the first two are alike and are counted, not simulated. At stages 0 and 1 the last
-    round also reduces full gradients. If gradients go to NVMe, all rounds are simulated: unfinished writes add up from round
-    to round. If gradients are summed in host memory, some rounds pass until they are alike, an error of about a thousandth.
+    Rounds after `ROUNDS` are counted, not simulated. If gradients go to NVMe, all rounds are simulated, because unfinished
+    writes add up from round to round. If gradients are summed in host memory, the error is about a thousandth.
     """
-    if strategy.rounds <= ROUNDS or strategy.gradients == NVME:
-        return speed_of(shape, strategy, rates).seconds
-    return speed(shape, strategy, rates, rounds=ROUNDS).longer(ROUNDS, strategy.rounds - ROUNDS).seconds
+    return speed_of(shape, strategy, rates, MOST_ROUNDS if strategy.gradients == NVME else ROUNDS).seconds
 
 
-def speed_of(shape: Shape, strategy: Strategy, rates: Rates) -> Speed:
-    """Return the speed of a strategy. Rounds after `MOST_ROUNDS` are counted, not simulated, and not in the timeline."""
-    if strategy.rounds <= MOST_ROUNDS:
+def speed_of(shape: Shape, strategy: Strategy, rates: Rates, most: int = MOST_ROUNDS) -> Speed:
+    """Return the speed of a strategy. Rounds after `most` are counted, not simulated, and not in the timeline."""
+    if strategy.rounds <= most:
         return speed(shape, strategy, rates)
-    return speed(shape, strategy, rates, rounds=MOST_ROUNDS).longer(MOST_ROUNDS, strategy.rounds - MOST_ROUNDS)
+    return speed(shape, strategy, rates, rounds=most).longer(most, strategy.rounds - most)
 
 
 @lru_cache(maxsize=4096)

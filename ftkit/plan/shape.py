@@ -7,8 +7,6 @@
     replicated  small parameters outside blocks, and adapters. Their optimizer state is sharded
 
 A flat parameter of N elements on W ranks has shards of S elements (`ftkit.spec.layout`). A gather fills W*S elements.
-
-A block's activations are an estimate. All other sizes are exact.
 """
 
 from __future__ import annotations
@@ -138,11 +136,7 @@ class Shape:
 
     def frozen(self) -> Shape:
         """Return the same model without gradients and optimizer state."""
-
-        def frozen(flats: tuple[Flat, ...]) -> tuple[Flat, ...]:
-            return tuple(replace(flat, trained=False) for flat in flats)
-
-        blocks, roots, replicated = tuple(map(frozen, self.blocks)), frozen(self.roots), frozen(self.replicated)
+        blocks, roots, replicated = tuple(map(_frozen, self.blocks)), _frozen(self.roots), _frozen(self.replicated)
         return replace(self, blocks=blocks, roots=roots, replicated=replicated, fresh=False)
 
     @cached_property
@@ -154,3 +148,7 @@ class Shape:
     def trained_numel(self) -> int:
         """Parameters with gradient and optimizer state."""
         return sum(placed.flat.numel * count for placed, count in self.counted if placed.flat.trained)
+
+
+def _frozen(flats: tuple[Flat, ...]) -> tuple[Flat, ...]:
+    return tuple(replace(flat, trained=False) for flat in flats)

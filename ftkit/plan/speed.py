@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from ftkit.plan.events import Timeline
 from ftkit.plan.shape import Shape
@@ -30,44 +32,24 @@ STREAMS = {
 
 @dataclass(frozen=True)
 class Speed:
-    """The duration of a step.
+    """The duration of a step."""
 
-    Args:
-        seconds: Duration of a step.
-        tokens: Tokens of all ranks in a step.
-        operations: Operations of a rank in a step, recomputation counted.
-        busy: Share of a step during which each stream works.
-        timeline: Timeline of the simulated steps.
-        step: (start, end) of the last simulated step, in seconds.
-        round_s: Seconds of one more round of micro-batches. 0 if the step has fewer than two rounds (three if blocks are
-            reduced once per step).
-    """
-
-    seconds: float
-    tokens: int
-    operations: float
-    busy: Mapping[str, float]
-    timeline: Timeline
-    step: tuple[float, float]
-    round_s: float = 0.0
+    seconds: float  # duration of a step
+    tokens: int  # tokens of all ranks in a step
+    operations: float  # operations of a rank in a step, recomputation counted
+    busy: Mapping[str, float]  # share of a step during which each stream works
+    timeline: Timeline  # timeline of the simulated steps
+    step: tuple[float, float]  # (start, end) of the last simulated step, in seconds
+    round_s: float = 0.0  # seconds of one more round of micro-batches. 0 if the step has too few rounds
 
     def longer(self, rounds: int, more: int) -> Speed:
-        """Return the speed of a step with more rounds like those before its last. The timeline still shows the first ones.
-
-        Args:
-            rounds: Rounds of micro-batches of this step.
-            more: Rounds to add.
-        """
+        """Return the speed of a step of `rounds` rounds with `more` rounds added. The timeline stays the same."""
         return replace(
             self,
             seconds=self.seconds + more * self.round_s,
             tokens=self.tokens + more * self.tokens // rounds,
             operations=self.operations + more * self.operations / rounds,
         )
-
-    def without_timeline(self) -> Speed:
-        """Return a copy without the events, which are many."""
-        return replace(self, timeline=Timeline((), (), ()))
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,33 +79,27 @@ class Speed:
         }
 
 
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one rank while all ranks of its node work, per second.
+    """Rates of one rank while all ranks of its node work, per second."""
 
-    Args:
-        compute: Operations, by hidden size.
-        link: Bytes of a collective (bus bandwidth).
-        pcie: Bytes in each direction.
-        dram: Bytes of host memory.
-        hbm: Bytes of device memory.
-        nvme_read: Bytes read from NVMe. 0 without a drive.
-        nvme_write: Bytes written to NVMe. 0 without a drive.
-        collective_s: Latency of a collective, in seconds.
-        itemsize: Bytes per element of the arithmetic that `compute` describes.
-        in_order: Collectives and device updates alternate with the arithmetic. CPU ranks have no streams.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    compute: Mapping[int, float] = field(hash=False)  # compared, but a dictionary has no hash
-    link: float
-    pcie: float
-    dram: float
-    hbm: float
-    nvme_read: float = 0.0
-    nvme_write: float = 0.0
-    collective_s: float = 20e-6
-    itemsize: int = 2
-    in_order: bool = False
+    compute: Annotated[Mapping[int, Rate], Field(min_length=1)] = field(hash=False)  # operations, by hidden size
+    link: Rate  # bytes of a collective (bus bandwidth)
+    pcie: Rate  # bytes in each direction
+    dram: Rate  # bytes of host memory
+    hbm: Rate  # bytes of device memory
+    nvme_read: Size = 0.0  # bytes read from NVMe. 0 without a drive
+    nvme_write: Size = 0.0  # bytes written to NVMe. 0 without a drive
+    network: Size = 0.0  # bytes of a collective between nodes. 0 with one node
+    collective_s: Size = 20e-6  # latency of a collective, in seconds
+    itemsize: int = 2  # bytes per element of the arithmetic that `compute` describes
+    in_order: bool = False  # collectives and device updates alternate with the arithmetic. CPU ranks have no streams
 
     def operations(self, hidden: int) -> float:
         """Return the rate of matrix products in blocks of a hidden size, interpolated between the known sizes."""
@@ -134,12 +110,10 @@ class Rates:
         return self.compute[below] + share * (self.compute[above] - self.compute[below])
 
     def all(self, hidden: int) -> dict[str, float]:
-        """Return the rate of every resource, for a model of a hidden size."""
-        return {**self.resources, "compute": self.operations(hidden)}
-
-    def know(self, shape: Shape, strategy: Strategy) -> bool:
-        """Return whether a step can be simulated; see `missing`."""
-        return self.missing(shape, strategy) is None
+        """Return the rate of every resource that events use, for a model of a hidden size."""
+        rates = {name: getattr(self, name) for name in ("link", "dram", "hbm", "nvme_read", "nvme_write")}
+        rates |= {"up": self.pcie, "down": self.pcie, "compute": self.operations(hidden)}
+        return {name: rate for name, rate in rates.items() if rate}
 
     def missing(self, shape: Shape, strategy: Strategy) -> str | None:
         """Return why these rates cannot simulate a step, or None."""
@@ -150,10 +124,3 @@ class Rates:
         if self.in_order:
             return "on CPU ranks a drive's threads and the arithmetic share cores, which is not simulated"
         return None if self.nvme_read else "the rates of the drive are missing"
-
-    @cached_property
-    def resources(self) -> dict[str, float]:
-        """Rates by the names that events use, except `compute`."""
-        names = ("link", "dram", "hbm", "nvme_read", "nvme_write")
-        shared = {name: getattr(self, name) for name in names if getattr(self, name)}
-        return {**shared, "up": self.pcie, "down": self.pcie}

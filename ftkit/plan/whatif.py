@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ftkit.plan.candidates import last_true, with_adapter
 from ftkit.plan.catalog import find_hardware
@@ -52,8 +51,8 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
         yield f"cards of {known.device_gib:.0f} GiB", replace(asked, limits=replace(limits, device_bytes=known.device_bytes))
     if not limits.nvme_bytes and not limits.cpu and known.rates is not None:
         size = int(known.nvme_gib * GIB)
-        drive: dict[str, Any] = {name: known.rates[name] / limits.ranks_per_node for name in ("nvme_read", "nvme_write")}
-        rates = None if asked.rates is None else replace(asked.rates, **drive)
+        read, write = (rate / limits.ranks_per_node for rate in (known.rates.nvme_read, known.rates.nvme_write))
+        rates = None if asked.rates is None else replace(asked.rates, nvme_read=read, nvme_write=write)
         yield f"NVMe of {gib(size)} GiB", replace(asked, limits=replace(limits, nvme_bytes=size), rates=rates)
     if not shape.peft:
         yield "LoRA, rank 16", replace(asked, shape=with_adapter(shape))
@@ -67,11 +66,7 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
 
 
 def largest(asked: Asked) -> Plan:
-    """Return the plan of the largest model with these blocks that fits.
-
-    Raises:
-        DoesNotFit: One block does not fit.
-    """
+    """Return the plan of the largest model with these blocks that fits, or raise DoesNotFit if one block does not."""
 
     def fits(count: int) -> bool:
         other = replace(asked, shape=with_blocks(asked.shape, count))

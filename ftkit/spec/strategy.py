@@ -208,7 +208,7 @@ class Strategy:
         if self.update == "deferred":
             yield "update under the next forward"
         if self.micro_batch != AUTO:
-            yield f"{self.micro_batch} sequence{'s' * (self.micro_batch > 1)} a micro-batch"
+            yield f"micro-batch of {self.micro_batch} sequence{'s' * (self.micro_batch > 1)}"
 
 
 OPEN: Final = Strategy()

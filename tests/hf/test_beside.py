@@ -12,9 +12,9 @@ import torch
 import ftkit
 from ftkit.errors import UserError
 from ftkit.hf.memory.beside import limits_beside
-from ftkit.plan.plan import make_plan
 from tests.hf import runs
 from tests.hf.runs import fresh_state, token_rows
+from tests.plan.made import make_plan
 
 GRANTED = 6.0
 """GiB of host memory; more than any of these models takes."""

@@ -19,7 +19,7 @@ def test_a_trainer_with_a_plan_plans_nothing(tmp_path, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("planned again")
 
-    monkeypatch.setattr(sharding, "make_plan", never)
+    monkeypatch.setattr(sharding, "Asked", never)
     monkeypatch.setattr(sharding, "common_limits", never)
     trainer.train()
     assert trainer.units.plan is planned

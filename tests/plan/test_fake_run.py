@@ -19,8 +19,8 @@ from ftkit.hf.blocks import find_blocks
 from ftkit.hf.memory.fake import graph_bytes, nothing_behind
 from ftkit.hf.sharding import model_shape, shard_as
 from ftkit.plan.limits import Limits
-from ftkit.plan.plan import make_plan
 from ftkit.spec.strategy import Strategy
+from tests.plan.made import make_plan
 
 TOKENS, CPU = 32, torch.device("cpu")
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "activation_offload": "device"}

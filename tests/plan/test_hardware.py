@@ -12,10 +12,11 @@ from ftkit.cli import app as cli
 from ftkit.config.recipe import Recipe, parse
 from ftkit.errors import UserError
 from ftkit.plan.catalog import find_hardware, profile_with, profiles
-from ftkit.plan.schedule import script, speed
+from ftkit.plan.schedule import speed
 from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
 from ftkit.train.planning import _rates, profile_here
+from tests.plan.made import script
 
 V100 = "Tesla V100-SXM2-16GB"
 RATES = {"compute": {256: 1e11}, "link": 1e9, "collective_s": 1e-4, "dram": 4e10, "hbm": 2e10, "pcie": 2e10}
@@ -104,8 +105,8 @@ def test_cpu_ranks_do_one_thing_after_the_other(tmp_path: Path) -> None:
     shape = Shape((line,) * 4, line, line, 256, 97, 1000, 1000, 256, 4, 2)
     rates = find_hardware(written(tmp_path)).rates_of_a_rank(2)
     assert rates is not None
-    assert rates.know(shape, Strategy.of())
-    assert not rates.know(shape, Strategy.of(state="nvme"))
+    assert rates.missing(shape, Strategy.of()) is None
+    assert rates.missing(shape, Strategy.of(state="nvme"))
     assert {event.stream for event in script(shape, Strategy.of(), in_order=True).events} == {"compute"}
     made = speed(shape, Strategy.of(), rates)
     first, both = (

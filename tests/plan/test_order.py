@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from ftkit.engine.optim.adamw import ShardedAdamW
-from ftkit.plan.schedule import script
 from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.trajectory import shard_model
+from tests.plan.made import script
 from tests.worlds import World
 
 ROUNDS = 2

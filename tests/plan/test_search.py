@@ -10,11 +10,11 @@ from ftkit.plan.candidates import order
 from ftkit.plan.catalog import profiles
 from ftkit.plan.limits import shortages
 from ftkit.plan.memory import GIB, memory
-from ftkit.plan.plan import make_plan
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.schedule import speed
 from ftkit.plan.search import ALIKE, bound, fastest, seconds
 from ftkit.spec.strategy import Strategy
+from tests.plan.made import make_plan
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
 V100 = profiles()["8xv100-16gb"].rates_of_a_rank(8)

@@ -211,9 +211,8 @@ class CudaAttentionBackward(TorchDispatchMode):
         gradient, query, key, value, bias = args[:5]
         heads, tokens = BACKWARDS[func]
         attention = Attention(query.shape[heads], key.shape[heads], query.shape[3], value.shape[3])
-        dtype = "fp32" if query.dtype == torch.float32 else "fp16"
         packed = func is torch.ops.aten._efficient_attention_backward.default  # rows of a fake run are one sample each
-        size = backward_bytes(attention, query.shape[0], query.shape[tokens], dtype, sm=70, packed=packed)
+        size = backward_bytes(attention, query.shape[0], query.shape[tokens], query.itemsize, packed=packed)
         workspace = torch.empty(size, dtype=torch.uint8, device=gradient.device)
         made = [torch.empty_like(each) for each in (query, key, value)]
         del workspace
