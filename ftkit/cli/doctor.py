@@ -1,10 +1,7 @@
 """`ftkit doctor`: check GPUs, driver, torch and host, and print fixes.
 
-`judge` turns the facts of a probe into findings. It reads nothing else, so recorded machines can be judged, too. A `fail`
-stops a run or changes what it computes; a `warn` costs speed or memory.
-
-Hardware facts, with sources in docs/quickstart-v100.md: wheels of torch 2.11 and later have kernels for sm_70 only if they were
-built with CUDA 12.6; the last driver for Volta is R580, and CUDA 13 needs at least that one.
+`judge` reads only the facts of a probe, so tests judge recorded machines. A `fail` stops a run or changes its result; a
+`warn` costs speed or memory. Sources of the hardware facts: docs/quickstart-v100.md.
 """
 
 from __future__ import annotations
@@ -58,7 +55,6 @@ def judge(probe: Probe) -> list[Finding]:
         *_links(probe),
         *_triton(probe),
         *_memory(probe),
-        *_processors(probe),
         *_nvme(probe),
         *_versions(probe),
     ]
@@ -92,10 +88,7 @@ def _gpus(probe: Probe) -> Iterator[Finding]:
         f"{number} x {name}, {memory / 1024:.0f} GiB, compute capability {capability // 10}.{capability % 10}"
         for (name, memory, capability), number in kinds.items()
     )
-    if len(kinds) > 1:
-        yield Finding("GPUs", "warn", f"{found}: all ranks get equal work, so the slowest GPU sets the speed")
-    else:
-        yield Finding("GPUs", "ok", found)
+    yield Finding("GPUs", "ok", found)
 
 
 def _supports(arch_list: tuple[str, ...], capability: int) -> bool:
@@ -138,8 +131,6 @@ def _kernels(probe: Probe) -> Iterator[Finding]:
     else:
         kinds = ", ".join(sorted({f"sm_{gpu.capability}" for gpu in probe.gpus}))
         yield Finding("torch", "ok", f"{built}, has kernels for {kinds}")
-    old = min(gpu.capability for gpu in probe.gpus) < AMPERE
-    yield Finding("dtype", "ok", "fp16 with a loss scale: these GPUs have no bf16" if old else "bf16")
 
 
 def _driver(probe: Probe) -> Iterator[Finding]:
@@ -163,17 +154,11 @@ def _links(probe: Probe) -> Iterator[Finding]:
     if len(probe.gpus) < 2:
         return
     pairs = len(probe.gpus) * (len(probe.gpus) - 1) // 2
-    if probe.linked_pairs is None:
-        yield Finding("links", "warn", "unknown: the driver does not report NVLink")
-    elif not probe.linked_pairs:
-        yield Finding("links", "warn", "PCIe only: gathering weights and reducing gradients is slow")
+    if not probe.linked_pairs:
+        yield Finding("links", "warn", "no NVLink reported: gathering weights and reducing gradients is slow over PCIe")
     else:
         share = "all" if probe.linked_pairs == pairs else f"{probe.linked_pairs} of {pairs}"
         yield Finding("links", "ok", f"NVLink between {share} pairs of GPUs")
-    if probe.nccl is None:
-        yield Finding("NCCL", "fail", "this torch has none; several GPUs need it", _wheel(probe))
-    else:
-        yield Finding("NCCL", "ok", probe.nccl)
 
 
 def _triton(probe: Probe) -> Iterator[Finding]:
@@ -203,34 +188,11 @@ def _memory(probe: Probe) -> Iterator[Finding]:
         yield Finding("memory", "warn", found, "raise the memory limit (docker run --memory, Slurm --mem)")
     else:
         yield Finding("memory", "ok", f"{total}, no lower limit")
-    if probe.gpus and probe.memlock_bytes is not None and probe.memlock_bytes < probe.memory_bytes // 2:
-        found = f"a process may lock {probe.memlock_bytes >> 20} MiB: some drivers pin no more host memory"
-        yield Finding("memlock", "warn", found, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
-    elif probe.gpus:
-        yield Finding("memlock", "ok", "unlimited" if probe.memlock_bytes is None else "enough")
     if probe.shm_bytes is not None and probe.shm_bytes < SHM_BYTES:
         found = f"/dev/shm has {probe.shm_bytes >> 20} MiB: NCCL and DataLoader workers exchange data there"
         yield Finding("shared memory", "warn", found, "docker run --shm-size=8g, or --ipc=host")
     elif probe.shm_bytes is not None:
         yield Finding("shared memory", "ok", f"{probe.shm_bytes / GIB:.0f} GiB in /dev/shm")
-    if probe.huge_pages == "never":
-        mend = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        yield Finding("huge pages", "warn", "2 MiB pages are off: the NVMe and host tiers are slower", mend)
-    elif probe.huge_pages is not None:
-        yield Finding("huge pages", "ok", probe.huge_pages)
-
-
-def _processors(probe: Probe) -> Iterator[Finding]:
-    nodes = counted(probe.numa_nodes, "NUMA node")
-    found = f"{probe.cpu}, {counted(probe.cores, 'core')} on {nodes}, {' '.join(probe.cpu_flags) or 'no vector extensions'}"
-    lacking = [flag for flag in ("avx2", "f16c") if flag not in probe.cpu_flags]
-    if lacking:
-        yield Finding("CPU", "warn", f"{found}: without {' and '.join(lacking)} the optimizer on the host is slow")
-    else:
-        yield Finding("CPU", "ok", found)
-    if probe.gpus and probe.cores < 2 * len(probe.gpus):
-        found = f"{counted(probe.cores, 'core')} for {counted(len(probe.gpus), 'GPU')}: two per GPU are recommended"
-        yield Finding("cores", "warn", found)
 
 
 def _nvme(probe: Probe) -> Iterator[Finding]:
@@ -254,8 +216,6 @@ def _nvme(probe: Probe) -> Iterator[Finding]:
 
 
 def _versions(probe: Probe) -> Iterator[Finding]:
-    if probe.system != "Linux":
-        yield Finding("system", "fail", f"{probe.system}: ftkit runs on Linux", "use Linux, or WSL 2")
     wrong = []
     for requirement in required():
         name, version = requirement.name, probe.versions.get(requirement.name, "")
