@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,9 +25,15 @@ PROBES = Path(__file__).parent / "probes"
 
 def read(facts: dict[str, Any]) -> Probe:
     """Return a probe from its JSON."""
-    lists = {name: tuple(facts[name]) for name in ("arch_list", "cpu_flags")}
     gpus = tuple(Gpu(**each) for each in facts["gpus"])
-    return Probe(**{**facts, **lists, "gpus": gpus, "cgroup": facts["cgroup"] and tuple(facts["cgroup"])})
+    return Probe(
+        **{
+            **facts,
+            "arch_list": tuple(facts["arch_list"]),
+            "gpus": gpus,
+            "cgroup": facts["cgroup"] and tuple(facts["cgroup"]),
+        }
+    )
 
 
 def recorded(name: str) -> Probe:
@@ -48,9 +53,7 @@ def test_a_good_v100_box() -> None:
     assert {each.verdict for each in found.values()} == {"ok"}
     assert found["GPUs"].found == "8 x Tesla V100-SXM2-16GB, 16 GiB, compute capability 7.0"
     assert found["torch"].found == "torch 2.13.0+cu126, CUDA 12.6, has kernels for sm_70"
-    assert "no bf16" in found["dtype"].found
     assert found["links"].found == "NVLink between 16 of 28 pairs of GPUs"
-    assert found["CPU"].found.endswith("40 cores on 2 NUMA nodes, avx2 f16c")
     assert "writes 2.1 GB/s, reads 3.9 GB/s" in found["NVMe"].found
 
 
@@ -66,17 +69,15 @@ def test_a_v100_box_with_the_default_wheel() -> None:
 def test_an_h200() -> None:
     found = findings(recorded("h200"))
     assert {each.verdict for each in found.values()} == {"ok"}
-    assert found["dtype"].found == "bf16"
     assert "links" not in found, "there is one GPU"
 
 
 def test_a_container() -> None:
     found = findings(recorded("container"))
-    assert verdicts(recorded("container"), "warn") == {"links", "memory", "memlock", "shared memory", "huge pages", "cores"}
+    assert verdicts(recorded("container"), "warn") == {"links", "memory", "shared memory"}
     assert not verdicts(recorded("container"), "fail")
     assert found["memory"].found.startswith("32.0 of 128 GiB: limited by /sys/fs/cgroup")
     assert "--shm-size" in found["shared memory"].mend
-    assert "--ulimit memlock=-1" in found["memlock"].mend
 
 
 @pytest.mark.parametrize(
@@ -91,11 +92,8 @@ def test_a_container() -> None:
         ({"gpus": (), "torch_gpus": 0, "driver_error": "Driver/library version mismatch"}, "GPUs", "fail", "mismatch"),
         ({"triton_error": "ptxas fatal"}, "Triton", "fail", "cannot compile for sm_70 (ptxas fatal); Triton 3.4 to 3.9 can"),
         ({"compiler": None}, "Triton", "fail", "needs a C compiler"),
-        ({"nccl": None}, "NCCL", "fail", "this torch has none"),
-        ({"linked_pairs": None}, "links", "warn", "unknown"),
-        ({"cpu_flags": ("f16c",)}, "CPU", "warn", "without avx2 the optimizer on the host is slow"),
+        ({"linked_pairs": 0}, "links", "warn", "no NVLink"),
         ({"nvme": {"path": "/x", "error": "/x is not a folder"}}, "NVMe", "fail", "/x is not a folder"),
-        ({"system": "Darwin"}, "system", "fail", "ftkit runs on Linux"),
     ],
 )
 def test_one_thing_wrong(change: dict, name: str, verdict: str, told: str) -> None:
@@ -135,7 +133,6 @@ def test_this_machine(tmp_path: Path) -> None:
     assert facts.memory_bytes == pytest.approx(psutil.virtual_memory().total, rel=1e-3)
     assert facts.torch_cuda == torch.version.cuda
     assert facts.versions["torch"] == torch.__version__.split("+")[0] or facts.versions["torch"] == torch.__version__
-    assert 1 <= facts.cores <= os.cpu_count()
     assert 0 < facts.nvme["free_bytes"] <= shutil.disk_usage(tmp_path).total
     assert facts.nvme["write_bytes_per_s"] > 0
     assert read(json.loads(json.dumps(asdict(facts)))) == facts

@@ -19,7 +19,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ftkit.cli import machine, models, planning, recipes, training
+from ftkit.cli import models, planning, recipes, training
+from ftkit.cli.doctor import doctor
 from ftkit.errors import UNEXPECTED, RankError, StoppedError, UserError
 from ftkit.report.text import literal
 
@@ -39,8 +40,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": models.export,
     "report": training.report,
     "verify": training.verify,
-    "doctor": machine.doctor,
-    "measure": machine.measure,
+    "doctor": doctor,
+    "measure": planning.measure,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)

@@ -1,10 +1,7 @@
 """`ftkit doctor`: check GPUs, driver, torch and host, and print fixes.
 
-`judge` turns the facts of a probe into findings. It reads nothing else, so recorded machines can be judged, too. A `fail`
-stops a run or changes what it computes; a `warn` costs speed or memory.
-
-Hardware facts, with sources in docs/quickstart-v100.md: wheels of torch 2.11 and later have kernels for sm_70 only if they were
-built with CUDA 12.6; the last driver for Volta is R580, and CUDA 13 needs at least that one.
+`judge` reads only the facts of a probe, so tests judge recorded machines. A `fail` stops a run or changes its result; a
+`warn` costs speed or memory. Sources of the hardware facts: docs/quickstart-v100.md.
 """
 
 from __future__ import annotations
@@ -12,16 +9,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Literal
 
+import typer
 from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
-from ftkit.cli.probe import VOLTA, Probe
+from ftkit.cli.options import Json, NvmeDir, echo_json, screen
+from ftkit.cli.probe import VOLTA, Probe, probe
 from ftkit.config.wording import counted
 from ftkit.report.text import literal
 
@@ -49,18 +48,28 @@ class Finding:
     mend: str = ""  # command or step that fixes it
 
 
-def judge(probe: Probe) -> list[Finding]:
+def doctor(nvme_dir: NvmeDir = None, as_json: Json = False) -> None:
+    """Check GPUs, driver, torch, Triton and host, and print fixes. The exit code is 1 if a check fails."""
+    facts = probe(nvme_dir)
+    findings = judge(facts)
+    if as_json:
+        echo_json({"findings": [asdict(each) for each in findings], "probe": asdict(facts)})
+    else:
+        show(findings, screen())
+    raise typer.Exit(int(any(each.verdict == "fail" for each in findings)))
+
+
+def judge(facts: Probe) -> list[Finding]:
     """Return the findings about a machine."""
     return [
-        *_gpus(probe),
-        *_kernels(probe),
-        *_driver(probe),
-        *_links(probe),
-        *_triton(probe),
-        *_memory(probe),
-        *_processors(probe),
-        *_nvme(probe),
-        *_versions(probe),
+        *_gpus(facts),
+        *_kernels(facts),
+        *_driver(facts),
+        *_links(facts),
+        *_triton(facts),
+        *_memory(facts),
+        *_nvme(facts),
+        *_versions(facts),
     ]
 
 
@@ -80,22 +89,19 @@ def show(findings: list[Finding], console: Console) -> None:
 # --- GPUs and their software
 
 
-def _gpus(probe: Probe) -> Iterator[Finding]:
-    if not probe.gpus and probe.driver_error is not None:
-        yield Finding("GPUs", "fail", f"NVIDIA driver: {probe.driver_error}", "reload or reinstall the driver, or reboot")
+def _gpus(facts: Probe) -> Iterator[Finding]:
+    if not facts.gpus and facts.driver_error is not None:
+        yield Finding("GPUs", "fail", f"NVIDIA driver: {facts.driver_error}", "reload or reinstall the driver, or reboot")
         return
-    if not probe.gpus:
+    if not facts.gpus:
         yield Finding("GPUs", "warn", "none: ftkit computes on the CPU, for trials and tests")
         return
-    kinds = Counter((gpu.name, gpu.memory_mib, gpu.capability) for gpu in probe.gpus)
+    kinds = Counter((gpu.name, gpu.memory_mib, gpu.capability) for gpu in facts.gpus)
     found = ", ".join(
         f"{number} x {name}, {memory / 1024:.0f} GiB, compute capability {capability // 10}.{capability % 10}"
         for (name, memory, capability), number in kinds.items()
     )
-    if len(kinds) > 1:
-        yield Finding("GPUs", "warn", f"{found}: all ranks get equal work, so the slowest GPU sets the speed")
-    else:
-        yield Finding("GPUs", "ok", found)
+    yield Finding("GPUs", "ok", found)
 
 
 def _supports(arch_list: tuple[str, ...], capability: int) -> bool:
@@ -110,82 +116,74 @@ def _supports(arch_list: tuple[str, ...], capability: int) -> bool:
     return False
 
 
-def _wheel(probe: Probe) -> str:
-    return TORCH_FOR_VOLTA if any(gpu.capability < 75 for gpu in probe.gpus) else TORCH_FOR_ALL
+def _wheel(facts: Probe) -> str:
+    return TORCH_FOR_VOLTA if any(gpu.capability < 75 for gpu in facts.gpus) else TORCH_FOR_ALL
 
 
-def _kernels(probe: Probe) -> Iterator[Finding]:
-    torch = f"torch {probe.versions.get('torch')}"
-    if not probe.gpus:
-        built = f"CUDA {probe.torch_cuda}" if probe.torch_cuda else "the CPU"
+def _kernels(facts: Probe) -> Iterator[Finding]:
+    torch = f"torch {facts.versions.get('torch')}"
+    if not facts.gpus:
+        built = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "the CPU"
         yield Finding("torch", "ok", f"{torch}, built for {built}")
         return
-    if probe.torch_cuda is None:
-        yield Finding("torch", "fail", f"{torch} is built for the CPU: it cannot use GPUs", _wheel(probe))
+    if facts.torch_cuda is None:
+        yield Finding("torch", "fail", f"{torch} is built for the CPU: it cannot use GPUs", _wheel(facts))
         return
-    missing = sorted(each for each in {gpu.capability for gpu in probe.gpus} if not _supports(probe.arch_list, each))
-    built = f"{torch}, CUDA {probe.torch_cuda}"
+    missing = sorted(each for each in {gpu.capability for gpu in facts.gpus} if not _supports(facts.arch_list, each))
+    built = f"{torch}, CUDA {facts.torch_cuda}"
     if missing:
         needed = ", ".join(f"sm_{each}" for each in missing)
-        has = " ".join(probe.arch_list)
-        yield Finding("torch", "fail", f"{built}, has no kernels for {needed} (it has {has})", _wheel(probe))
-    elif probe.torch_gpus < len(probe.gpus):
-        reason = f": {probe.torch_error}" if probe.torch_error else ""
-        seen = f"{built}, opens {probe.torch_gpus} of {counted(len(probe.gpus), 'GPU')}{reason}"
-        hidden = f" (CUDA_VISIBLE_DEVICES is {probe.visible!r})" if probe.visible is not None else ""
-        mend = "reboot if the driver was updated" if probe.visible is None else "unset CUDA_VISIBLE_DEVICES"
-        yield Finding("torch", "warn" if probe.torch_gpus else "fail", seen + hidden, mend)
+        has = " ".join(facts.arch_list)
+        yield Finding("torch", "fail", f"{built}, has no kernels for {needed} (it has {has})", _wheel(facts))
+    elif facts.torch_gpus < len(facts.gpus):
+        reason = f": {facts.torch_error}" if facts.torch_error else ""
+        seen = f"{built}, opens {facts.torch_gpus} of {counted(len(facts.gpus), 'GPU')}{reason}"
+        hidden = f" (CUDA_VISIBLE_DEVICES is {facts.visible!r})" if facts.visible is not None else ""
+        mend = "reboot if the driver was updated" if facts.visible is None else "unset CUDA_VISIBLE_DEVICES"
+        yield Finding("torch", "warn" if facts.torch_gpus else "fail", seen + hidden, mend)
     else:
-        kinds = ", ".join(sorted({f"sm_{gpu.capability}" for gpu in probe.gpus}))
+        kinds = ", ".join(sorted({f"sm_{gpu.capability}" for gpu in facts.gpus}))
         yield Finding("torch", "ok", f"{built}, has kernels for {kinds}")
-    old = min(gpu.capability for gpu in probe.gpus) < AMPERE
-    yield Finding("dtype", "ok", "fp16 with a loss scale: these GPUs have no bf16" if old else "bf16")
 
 
-def _driver(probe: Probe) -> Iterator[Finding]:
-    if probe.driver is None:
+def _driver(facts: Probe) -> Iterator[Finding]:
+    if facts.driver is None:
         return
-    branch = int(probe.driver.split(".")[0])
-    volta = any(gpu.capability == VOLTA for gpu in probe.gpus)
-    needed = CUDA_DRIVERS.get(int(probe.torch_cuda.split(".")[0]), 0) if probe.torch_cuda else 0
+    branch = int(facts.driver.split(".")[0])
+    volta = any(gpu.capability == VOLTA for gpu in facts.gpus)
+    needed = CUDA_DRIVERS.get(int(facts.torch_cuda.split(".")[0]), 0) if facts.torch_cuda else 0
     if volta and branch > LAST_VOLTA_DRIVER:
-        yield Finding("driver", "fail", f"{probe.driver}: the last for V100s is R580", "install the driver of branch R580")
+        yield Finding("driver", "fail", f"{facts.driver}: the last for V100s is R580", "install the driver of branch R580")
     elif branch < needed:
         mend = TORCH_FOR_VOLTA if branch >= CUDA_DRIVERS[12] else f"install a driver of branch R{needed} or later"
         yield Finding(
-            "driver", "fail", f"{probe.driver} is too old for CUDA {probe.torch_cuda}, which needs R{needed}", mend
+            "driver", "fail", f"{facts.driver} is too old for CUDA {facts.torch_cuda}, which needs R{needed}", mend
         )
     else:
-        yield Finding("driver", "ok", f"{probe.driver}{', the last branch for V100s' if volta and branch == 580 else ''}")
+        yield Finding("driver", "ok", f"{facts.driver}{', the last branch for V100s' if volta and branch == 580 else ''}")
 
 
-def _links(probe: Probe) -> Iterator[Finding]:
-    if len(probe.gpus) < 2:
+def _links(facts: Probe) -> Iterator[Finding]:
+    if len(facts.gpus) < 2:
         return
-    pairs = len(probe.gpus) * (len(probe.gpus) - 1) // 2
-    if probe.linked_pairs is None:
-        yield Finding("links", "warn", "unknown: the driver does not report NVLink")
-    elif not probe.linked_pairs:
-        yield Finding("links", "warn", "PCIe only: gathering weights and reducing gradients is slow")
+    pairs = len(facts.gpus) * (len(facts.gpus) - 1) // 2
+    if not facts.linked_pairs:
+        yield Finding("links", "warn", "no NVLink reported: gathering weights and reducing gradients is slow over PCIe")
     else:
-        share = "all" if probe.linked_pairs == pairs else f"{probe.linked_pairs} of {pairs}"
+        share = "all" if facts.linked_pairs == pairs else f"{facts.linked_pairs} of {pairs}"
         yield Finding("links", "ok", f"NVLink between {share} pairs of GPUs")
-    if probe.nccl is None:
-        yield Finding("NCCL", "fail", "this torch has none; several GPUs need it", _wheel(probe))
-    else:
-        yield Finding("NCCL", "ok", probe.nccl)
 
 
-def _triton(probe: Probe) -> Iterator[Finding]:
-    version = probe.versions.get("triton")
-    volta = any(gpu.capability < AMPERE for gpu in probe.gpus)
+def _triton(facts: Probe) -> Iterator[Finding]:
+    version = facts.versions.get("triton")
+    volta = any(gpu.capability < AMPERE for gpu in facts.gpus)
     if version is None:
-        verdict: Verdict = "fail" if probe.gpus else "warn"
+        verdict: Verdict = "fail" if facts.gpus else "warn"
         yield Finding("Triton", verdict, "not installed: fused kernels need it", TRITON_FOR_VOLTA)
-    elif probe.triton_error is not None:
-        found = f"{version} cannot compile for sm_70 ({probe.triton_error}); Triton 3.4 to 3.9 can"
+    elif facts.triton_error is not None:
+        found = f"{version} cannot compile for sm_70 ({facts.triton_error}); Triton 3.4 to 3.9 can"
         yield Finding("Triton", "fail" if volta else "warn", found, TRITON_FOR_VOLTA)
-    elif probe.gpus and probe.compiler is None:
+    elif facts.gpus and facts.compiler is None:
         found = f"{version} needs a C compiler for its launchers, and there is none: kernels are not fused"
         yield Finding("Triton", "fail", found, "apt-get install gcc libc6-dev")
     else:
@@ -195,46 +193,23 @@ def _triton(probe: Probe) -> Iterator[Finding]:
 # --- the host
 
 
-def _memory(probe: Probe) -> Iterator[Finding]:
-    total = f"{probe.memory_bytes / GIB:.0f} GiB"
-    if probe.cgroup is not None:
-        folder, limit = probe.cgroup
+def _memory(facts: Probe) -> Iterator[Finding]:
+    total = f"{facts.memory_bytes / GIB:.0f} GiB"
+    if facts.cgroup is not None:
+        folder, limit = facts.cgroup
         found = f"{limit / GIB:.1f} of {total}: limited by {folder}; plans use no more"
         yield Finding("memory", "warn", found, "raise the memory limit (docker run --memory, Slurm --mem)")
     else:
         yield Finding("memory", "ok", f"{total}, no lower limit")
-    if probe.gpus and probe.memlock_bytes is not None and probe.memlock_bytes < probe.memory_bytes // 2:
-        found = f"a process may lock {probe.memlock_bytes >> 20} MiB: some drivers pin no more host memory"
-        yield Finding("memlock", "warn", found, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
-    elif probe.gpus:
-        yield Finding("memlock", "ok", "unlimited" if probe.memlock_bytes is None else "enough")
-    if probe.shm_bytes is not None and probe.shm_bytes < SHM_BYTES:
-        found = f"/dev/shm has {probe.shm_bytes >> 20} MiB: NCCL and DataLoader workers exchange data there"
+    if facts.shm_bytes is not None and facts.shm_bytes < SHM_BYTES:
+        found = f"/dev/shm has {facts.shm_bytes >> 20} MiB: NCCL and DataLoader workers exchange data there"
         yield Finding("shared memory", "warn", found, "docker run --shm-size=8g, or --ipc=host")
-    elif probe.shm_bytes is not None:
-        yield Finding("shared memory", "ok", f"{probe.shm_bytes / GIB:.0f} GiB in /dev/shm")
-    if probe.huge_pages == "never":
-        mend = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-        yield Finding("huge pages", "warn", "2 MiB pages are off: the NVMe and host tiers are slower", mend)
-    elif probe.huge_pages is not None:
-        yield Finding("huge pages", "ok", probe.huge_pages)
+    elif facts.shm_bytes is not None:
+        yield Finding("shared memory", "ok", f"{facts.shm_bytes / GIB:.0f} GiB in /dev/shm")
 
 
-def _processors(probe: Probe) -> Iterator[Finding]:
-    nodes = counted(probe.numa_nodes, "NUMA node")
-    found = f"{probe.cpu}, {counted(probe.cores, 'core')} on {nodes}, {' '.join(probe.cpu_flags) or 'no vector extensions'}"
-    lacking = [flag for flag in ("avx2", "f16c") if flag not in probe.cpu_flags]
-    if lacking:
-        yield Finding("CPU", "warn", f"{found}: without {' and '.join(lacking)} the optimizer on the host is slow")
-    else:
-        yield Finding("CPU", "ok", found)
-    if probe.gpus and probe.cores < 2 * len(probe.gpus):
-        found = f"{counted(probe.cores, 'core')} for {counted(len(probe.gpus), 'GPU')}: two per GPU are recommended"
-        yield Finding("cores", "warn", found)
-
-
-def _nvme(probe: Probe) -> Iterator[Finding]:
-    drive = probe.nvme
+def _nvme(facts: Probe) -> Iterator[Finding]:
+    drive = facts.nvme
     if drive is None:
         yield Finding("NVMe", "ok", "not measured; ftkit doctor --nvme-dir FOLDER measures a drive")
         return
@@ -253,13 +228,11 @@ def _nvme(probe: Probe) -> Iterator[Finding]:
         yield Finding("NVMe", "ok", found)
 
 
-def _versions(probe: Probe) -> Iterator[Finding]:
-    if probe.system != "Linux":
-        yield Finding("system", "fail", f"{probe.system}: ftkit runs on Linux", "use Linux, or WSL 2")
+def _versions(facts: Probe) -> Iterator[Finding]:
     wrong = []
     for requirement in required():
-        name, version = requirement.name, probe.versions.get(requirement.name, "")
-        mend = _wheel(probe) if name == "torch" else f'pip install "{name}{requirement.specifier}"'
+        name, version = requirement.name, facts.versions.get(requirement.name, "")
+        mend = _wheel(facts) if name == "torch" else f'pip install "{name}{requirement.specifier}"'
         if version is None:
             wrong.append(Finding(name, "fail", "not installed", mend))
         elif name == "torch" and version and Version(version) < Version("2.10"):
@@ -269,8 +242,8 @@ def _versions(probe: Probe) -> Iterator[Finding]:
             wrong.append(Finding(name, "fail", f"{version}; ftkit is tested with {requirement.specifier}", mend))
     yield from wrong
     if not wrong:
-        found = ", ".join(f"{name} {version}" for name, version in probe.versions.items() if version is not None)
-        yield Finding("versions", "ok", f"Python {probe.python}, {found}: within the tested versions")
+        found = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version is not None)
+        yield Finding("versions", "ok", f"Python {facts.python}, {found}: within the tested versions")
 
 
 def required() -> list[Requirement]:

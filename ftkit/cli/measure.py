@@ -66,10 +66,11 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
     return rates
 
 
-def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
-    """Return the profile of this machine.
+def write_profile(path: Path, rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, ranks: int) -> None:
+    """Write the profile of this machine as YAML.
 
     Args:
+        path: File to write.
         rates: Result of `rank`.
         dtype: Compute dtype of the rates: fp32, bf16 or fp16.
         nvme: Result of `ftkit.cli.probe.measure_drive`. None if no drive was measured.
@@ -79,7 +80,7 @@ def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, rank
     card = torch.cuda.get_device_properties(0) if gpus else None
     if nvme is not None:
         rates = rates | {"nvme_read": nvme["read_bytes_per_s"], "nvme_write": nvme["write_bytes_per_s"]}
-    return {
+    found = {
         "gpus": gpus,
         "gpu": card.name if card else "",
         "device_gib": round(card.total_memory / GIB, 2) if card else 0,
@@ -89,10 +90,6 @@ def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, rank
         "ranks": ranks,
         "rates": rates,
     }
-
-
-def write_profile(path: Path, found: dict[str, Any], ranks: int) -> None:
-    """Write a profile as YAML."""
     header = f"# measured by ftkit measure with {counted(ranks, 'rank')}; for ftkit plan --hardware FILE"
     write(path, f"{header}\n{yaml.safe_dump(found, sort_keys=False)}")
 

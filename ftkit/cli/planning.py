@@ -1,4 +1,4 @@
-"""`ftkit plan`, `ftkit init` and `ftkit data`: what a run needs, before anything starts."""
+"""Commands before a run: `ftkit plan`, `ftkit init`, `ftkit data` and `ftkit measure`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rich.console import Console
 
 from ftkit.cli.options import (
     DataName,
+    Dtype,
     HardwareName,
     Json,
     Lora,
     Nproc,
+    NvmeDir,
     Overrides,
     Page,
     RecipeName,
@@ -24,6 +26,7 @@ from ftkit.cli.options import (
     rank_count,
     say,
     screen,
+    start_ranks,
     write_file,
 )
 from ftkit.config.recipe import Recipe, load, packaged
@@ -168,3 +171,30 @@ def data(
         say(f"written: {out}")
     if found.refused:
         raise typer.Exit(2)
+
+
+def measure(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.yaml", help="Hardware profile to write.")],
+    nproc: Nproc = None,
+    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Compute dtype. Default: as `train.dtype: auto`.")] = None,
+    nvme_dir: NvmeDir = None,
+) -> None:
+    """Measure compute, links and memory of this machine for `ftkit plan`. Takes a minute or two, all ranks busy.
+
+    The profile is read by `ftkit plan --hardware FILE.yaml` and by `hardware: FILE.yaml` in a recipe.
+    """
+    if out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out: {out} must end in .yaml: `ftkit plan --hardware` recognises a file by this ending")
+    check_target(out, "--out", ".yaml", ".yml")
+    ranks = rank_count(nproc)
+    from ftkit.cli.measure import write_profile
+    from ftkit.cli.probe import measure_drive
+    from ftkit.train.arguments import compute_dtype
+
+    drive = None if nvme_dir is None else measure_drive(nvme_dir)
+    if drive is not None and "error" in drive:
+        raise UserError(f"--nvme-dir: {drive['error']}")
+    wanted = compute_dtype(dtype.value if dtype is not None else "auto")
+    rates = start_ranks("ftkit.cli.measure:rank", (wanted,), ranks)
+    write_profile(out, rates, wanted, drive, ranks)
+    say(f"measured with {counted(ranks, 'rank')}: {out}")

@@ -12,7 +12,6 @@ import io
 import os
 import platform
 import re
-import resource
 import shutil
 import time
 from contextlib import redirect_stdout
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from ftkit.engine.memory.disk import Disk
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "numba")
-CPU_FLAGS = ("avx2", "f16c", "avx512f")
 VOLTA = 70
 MEASURED_BYTES = 256 << 20
 """Bytes written to and read from a drive to measure it."""
@@ -50,26 +48,18 @@ class Probe:
     gpus: tuple[Gpu, ...] = ()  # GPUs that the driver reports
     driver: str | None = None  # version of the driver
     driver_error: str | None = None  # why the driver cannot be asked
-    linked_pairs: int | None = None  # pairs of GPUs joined by NVLink
+    linked_pairs: int = 0  # pairs of GPUs joined by NVLink
     torch_cuda: str | None = None  # CUDA version that torch was built with; None for a CPU build
     arch_list: tuple[str, ...] = ()  # architectures that torch has kernels for
     torch_gpus: int = 0  # GPUs that torch can open
     torch_error: str | None = None  # why it opens none
-    nccl: str | None = None  # version of NCCL
     triton_error: str | None = None  # why Triton cannot compile a kernel for sm_70
     compiler: str | None = None  # path of a C compiler, for Triton's launchers
     visible: str | None = None  # CUDA_VISIBLE_DEVICES, if set
-    system: str = "Linux"
     python: str = ""
     memory_bytes: int = 0  # memory of the machine
     cgroup: tuple[str, int] | None = None  # tightest cgroup limit below that: folder, bytes
     shm_bytes: int | None = None  # size of /dev/shm
-    memlock_bytes: int | None = None  # bytes that a process may lock; None for any number
-    huge_pages: str | None = None  # the kernel's setting for transparent huge pages
-    cpu: str = ""
-    cpu_flags: tuple[str, ...] = ()  # the flags of CPU_FLAGS that the processor has
-    cores: int = 0  # physical cores that this process may use
-    numa_nodes: int = 0  # NUMA nodes of these cores
     versions: dict[str, str | None] = field(default_factory=dict)  # of each package; None: not installed
     nvme: dict[str, Any] | None = None  # result of measure_drive
 
@@ -79,7 +69,6 @@ def probe(nvme_dir: Path | None = None) -> Probe:
     return Probe(
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))), None),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        system=platform.system(),
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
         nvme=None if nvme_dir is None else measure_drive(nvme_dir),
@@ -112,13 +101,13 @@ def _gpu(handle: Any) -> Gpu:
     return Gpu(pynvml.nvmlDeviceGetName(handle), memory, 10 * major + minor)
 
 
-def _linked_pairs(handles: list[Any]) -> int | None:
-    """Return how many pairs of GPUs NVLink joins, directly or by a switch. None if the driver does not report it."""
+def _linked_pairs(handles: list[Any]) -> int:
+    """Return how many pairs of GPUs NVLink joins, directly or by a switch. 0 if the driver does not report it."""
     index = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
     try:
         found = [pynvml.nvmlDeviceGetP2PStatus(one, other, index) for one, other in combinations(handles, 2)]
     except pynvml.NVMLError:
-        return None
+        return 0
     return sum(status == pynvml.NVML_P2P_STATUS_OK for status in found)
 
 
@@ -154,35 +143,20 @@ def _torch() -> dict[str, Any]:
             torch.cuda.init()
     except RuntimeError as error:
         found["torch_error"] = str(error).splitlines()[0]
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
 def _host() -> dict[str, Any]:
-    """Return the facts of memory, processors and limits."""
+    """Return the facts of memory."""
     from ftkit.cgroups import MACHINE, HostMemory
-    from ftkit.engine.memory.affinity import find_cores
 
     readings = HostMemory.find().read()
     machine = next((each.limit for each in readings if each.source == MACHINE), 0)
     limits = sorted((each.limit, each.source) for each in readings if each.source != MACHINE and each.limit < machine)
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    information = _text(Path("/proc/cpuinfo"))
-    name = re.search(r"^model name\s*:\s*(.+)$", information, re.MULTILINE)
-    flags = set(next(iter(re.findall(r"^flags\s*:\s*(.+)$", information, re.MULTILINE)), "").split())
-    pages = re.search(r"\[(\w+)\]", _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")))
-    cores = find_cores()
     return {
         "memory_bytes": machine,
         "cgroup": (limits[0][1], limits[0][0]) if limits else None,
         "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
-        "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
-        "huge_pages": pages[1] if pages else None,
-        "cpu": name[1].strip() if name else platform.processor(),
-        "cpu_flags": tuple(flag for flag in CPU_FLAGS if flag in flags),
-        "cores": len(cores),
-        "numa_nodes": len({core.node for core in cores}),
     }
 
 
@@ -235,10 +209,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -122,14 +122,12 @@ def verify(
         began = time.monotonic()
         most = torch.cuda.device_count() or max(ranks, 3)
         found = trials.verify(facts, ranks, most, folder, run, steps=steps, say=say)
-        path = folder / trials.VERDICTS
-        trials.write_verdicts(path, facts, found, time.monotonic() - began)
     if as_json:
         echo_json([asdict(each) for each in found])
     else:
         trials.show_verdicts(screen(), found)
     failed = sum(each.passed is False for each in found)
-    say(f"{len(found)} trials of {steps} steps in {time.monotonic() - began:.0f} s, {failed} failed: {path}")
+    say(f"{len(found)} trials of {steps} steps in {time.monotonic() - began:.0f} s, {failed} failed")
     raise typer.Exit(int(failed > 0))
 
 

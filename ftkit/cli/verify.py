@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from ftkit.cli.trials import Trajectory, Trial
 from ftkit.config.recipe import Recipe, split_batch
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.output.run_folder import write_json
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME
@@ -35,7 +34,6 @@ STOCK = "stock transformers, 1 process"
 PLANNED = "as planned"
 TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
 """Largest relative differences of loss and gradient norm that rounding explains within some steps."""
-VERDICTS = "verify.json"
 TRIALS = ".trials"
 """Folder of the trials, removed at the end."""
 
@@ -204,12 +202,3 @@ def show_verdicts(console: Console, found: Sequence[Verdict]) -> None:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"
-
-
-def write_verdicts(path: Path, recipe: Recipe, found: Sequence[Verdict], seconds: float) -> None:
-    """Write the table as JSON."""
-    dtype = compute_dtype(recipe.train.dtype)
-    loss, norm = TOLERANCES[dtype]
-    content = {"dtype": dtype, "tolerances": {"loss": loss, "grad_norm": norm}, "seconds": seconds}
-    content |= {"trials": [asdict(each) for each in found], "recipe": recipe.model_dump(mode="json")}
-    write_json(path, content)
