@@ -28,7 +28,6 @@ OTHER_DEVICES = {
     "ftkit/cli/recipe_list.py",
     "ftkit/engine/memory/affinity.py",
     "ftkit/hf/memory/fake.py",
-    "ftkit/notebook/worker.py",
     "ftkit/report/compare.py",
     "ftkit/report/page.py",
     "ftkit/report/timeline.py",
