@@ -107,11 +107,6 @@ class Cluster:
             time.sleep(POLL_SECONDS)
 
     @property
-    def controller_pid(self) -> int:
-        """Process id of the controller."""
-        return self._controller.pid
-
-    @property
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
         return {rank: process.pid for rank, process in enumerate(self._engines)}

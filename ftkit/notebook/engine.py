@@ -22,8 +22,6 @@ from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.generate.evaluation import evaluate
 from ftkit.hf.generate.generation import generate
-from ftkit.hf.save.model import save_model
-from ftkit.hf.sharding import units_of
 from ftkit.launch.ranks import Failure, Stop
 from ftkit.notebook.cluster import LAST_WORDS, STOP
 from ftkit.train.callbacks import Bar, ProgressBar
@@ -106,16 +104,9 @@ class Session:
 
     def save(self, folder: str) -> str:
         """Write the model as a Hugging Face folder with its tokenizer, and return the folder."""
-        model = self._model("save")
-        if self.job is not None and self.job.trainer.model is model:
-            self.job.trainer.save_model(folder)
-            return folder
-        units = units_of(model)
-        if units is None:
-            raise UserError("save: `model` is not sharded by ftkit; save it in a cell, on rank 0")
-        save_model(units, folder)
-        if self.stop.rank == 0 and "tokenizer" in self.names:
-            self.names["tokenizer"].save_pretrained(folder)
+        if self.job is None:
+            raise UserError("save: no run is in memory: train with ranks.finetune, or save your own `model` in a cell")
+        self.job.trainer.save_model(folder)
         return folder
 
     def close(self) -> None:

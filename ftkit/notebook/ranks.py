@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -117,11 +118,8 @@ class Ranks:
         if cluster is not None:
             cluster.kill()
 
-    def restart(self, *, restore: bool = True) -> Ranks:
+    def restart(self) -> Ranks:
         """Start the ranks again, load the newest complete checkpoint of the last run, and return this object.
-
-        Args:
-            restore: Whether to load the checkpoint.
 
         Raises:
             Refused: No checkpoint is complete.
@@ -129,7 +127,7 @@ class Ranks:
         """
         self.shutdown()
         self.start()
-        if restore and self._recipe is not None and (checkpoints := self._checkpoints()):
+        if self._recipe is not None and (checkpoints := self._checkpoints()):
             recipe = self._recipe.model_dump(mode="json")
             step = self._ask("restore", recipe=recipe, checkpoints=[str(path) for path in checkpoints])
             print(f'the model of step {step} is in memory; ranks.finetune(resume="auto") continues from there')
@@ -280,7 +278,7 @@ class Ranks:
             Interrupted: The user interrupted the kernel.
         """
         cluster = self._running()
-        results = self._wait(cluster, lambda: cluster.client[:].execute(source, silent=False, block=False), signal.SIGINT)
+        results = self._wait(cluster, "cell", lambda: cluster.client[:].execute(source, silent=False, block=False))
         errors = {rank: each for rank, each in enumerate(results) if isinstance(each, RemoteError)}
         rank = min(errors, key=lambda each: errors[each].ename == "KeyboardInterrupt", default=None)
         if rank is None:
@@ -306,41 +304,42 @@ class Ranks:
     def _ask(self, verb: str, live: LiveRun | None = None, **arguments: Any) -> Any:
         """Ask every rank for something, and return the answer of rank 0."""
         cluster = self._running()
-        results = self._wait(cluster, lambda: self._send(verb, **arguments), STOP, live)
+        results = self._wait(cluster, verb, lambda: self._send(verb, **arguments), live)
         failures = {rank: _failure(each) for rank, each in enumerate(results) if isinstance(each, Failure | RemoteError)}
         if failures:
             raise self._shown(explain(failures, cluster.pids, "The ranks keep their state."))
         return results[0]
 
-    def _wait(self, cluster: Cluster, send: Any, stop: signal.Signals, live: LiveRun | None = None) -> list[Any]:
+    def _wait(self, cluster: Cluster, verb: str, send: Any, live: LiveRun | None = None) -> list[Any]:
         """Send a request, wait for all ranks, show their output, and return their answers and errors.
 
         Args:
             cluster: The ranks.
+            verb: What is asked for; "cell" for the user's code.
             send: Sends the request, and returns ipyparallel's result.
-            stop: Signal that passes an interrupt on to the ranks.
             live: Draws the run meanwhile.
         """
-        deadline, is_asked = float("inf"), False
+        deadline, is_asked, is_cell = float("inf"), False, verb == "cell"
         self._is_busy = True
         try:
             with counted_signals((signal.SIGINT,)) as heard:
                 call = send()
-                with call.stream_output():
+                with nullcontext() if verb == "join" else call.stream_output():
                     while not call.wait(POLL_SECONDS):
                         if live is not None:
                             live.draw()
                         if cluster.is_lost:
                             raise self._loss(cluster)
-                        if len(heard) > 1:
+                        if len(heard) > (verb != "join"):
                             self._kill()
                             raise Interrupted(f"the ranks were ended at once; {self._way_out()}")
                         if heard and not is_asked:
                             is_asked = True
-                            if stop == STOP:
+                            if not is_cell:
                                 print(AT_THE_END if live is None else AT_THE_NEXT_STEP, flush=True)
-                            cluster.send_signal(stop)
-                        failures = self._failures(call) if stop == STOP else {}
+                            if is_cell or live is not None:  # the other verbs cannot end early
+                                cluster.send_signal(signal.SIGINT if is_cell else STOP)
+                        failures = {} if is_cell else self._failures(call)
                         deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS) if failures else deadline
                         if time.monotonic() > deadline:
                             self._kill()
@@ -348,7 +347,7 @@ class Ranks:
                     call.wait_for_output(1)
         finally:
             self._is_busy = False
-        if heard and stop == STOP and live is None:  # the rest of the user's cell must not run
+        if heard and not is_cell and live is None:  # the rest of the user's cell must not run
             raise Interrupted("interrupted; the ranks have finished this first, and keep their state")
         return call.get(return_exceptions=True)
 

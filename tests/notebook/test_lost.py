@@ -12,6 +12,8 @@ import pytest
 from tests.notebook.conftest import recipe_of
 from tests.notebook.kernel import Kernel
 
+pytestmark = pytest.mark.slow
+
 STEPS = "settings=['train.max_steps=5000']"
 END_SECONDS = 30
 """Within which processes end that must end. Not multiplied by the patience: it is promised."""
@@ -81,9 +83,8 @@ def test_an_interrupt_ends_the_users_cell_and_the_ranks_live_on(kernel):
 
 def test_a_second_interrupt_ends_the_ranks_at_once(kernel):
     pids = started(kernel)
-    cell = kernel.begin(
-        "%%ranks\nimport time\nopen(f'stuck-{rank}', 'w').close()\nwhile True:\n    try:\n        time.sleep(1000)\n    except: 0"
-    )
+    stays = "while True:\n    try:\n        time.sleep(1000)\n    except: 0"
+    cell = kernel.begin(f"%%ranks\nimport time\nopen(f'stuck-{{rank}}', 'w').close()\n{stays}")
     stuck = [kernel.folder / f"stuck-{rank}" for rank in (0, 1)]
 
     def twice():
@@ -116,6 +117,16 @@ def test_a_killed_rank_ends_the_others_and_is_named(kernel):
     step = int(re.search(r"the model of step (\d+) is in memory", shown).group(1))
     assert step >= 4
     assert f"<run: {step + 2} steps" in kernel.run(f"ranks.finetune(settings=['train.max_steps={step + 2}'], resume='auto')")
+
+
+def test_ranks_that_wait_for_one_that_raised_are_ended(kernel):
+    pids = started(kernel)
+    kernel.run("ranks.finetune(recipe, overwrite=True)")
+    kernel.run("%%ranks\nif rank == 1: tokenizer = 3")
+    shown = kernel.run("ranks.generate('3+1?')")
+    assert f"rank 1 (pid {pids[1]}) raised AttributeError" in shown
+    assert "The others waited for it. The ranks were ended; ranks.restart()" in shown
+    assert all_gone(pids)
 
 
 def test_a_rank_that_dies_between_cells_is_named_at_once(kernel):

@@ -93,7 +93,7 @@ def test_connection_files_are_private_and_nothing_listens_beyond_the_loopback(ra
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     inodes = {row[9]: row[1].split(":")[0] for row in rows if row[3] == "0A"}
     own = set()
-    for pid in (os.getpid(), *ranks.pids.values(), ranks._cluster.controller_pid):
+    for pid in (os.getpid(), *ranks.pids.values(), ranks._cluster._controller.pid):
         for handle in Path(f"/proc/{pid}/fd").iterdir():
             target = os.readlink(handle) if handle.is_symlink() else ""
             if target.startswith("socket:[") and target[8:-1] in inodes:
