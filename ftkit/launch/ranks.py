@@ -47,6 +47,7 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.5
 """Time for the other ranks to send their failures after the first one, so that the cause can be chosen among all."""
 RESUME = "resume with --resume auto if checkpoints were saved (output.save_every_steps)"
+OTHERS_ENDED = f"The other ranks were ended; {RESUME}."
 LOST_CONNECTION = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote process|NCCL communicator|"
     r"ncclRemoteError|DistNetworkError|DistStoreError",
@@ -252,10 +253,11 @@ def _kill_children(pid: int) -> None:
                 child.kill()
 
 
-def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: str = RESUME) -> Exception:
+def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], end: str = OTHERS_ENDED) -> Exception:
     """Choose the rank whose failure is the cause, and return the error to raise.
 
-    A `UserError` comes first, then a rank that was killed, then an error that is not a lost connection. `way_out` is advice.
+    A `UserError` comes first, then a rank that was killed, then an error that is not a lost connection. `end` is the last
+    sentence of the message.
     """
 
     def order(rank: int) -> tuple[int, int]:
@@ -280,7 +282,7 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: s
         story = f"was killed by {signal_name(-failure.exit_code)}{hint}. "
     else:
         story = f"ended with exit code {failure.exit_code} before its work was done. "
-    return RankError(rank, f"rank {rank} (pid {pids[rank]}) {story}The other ranks were ended; {way_out}.")
+    return RankError(rank, f"rank {rank} (pid {pids[rank]}) {story}{end}")
 
 
 def signal_name(number: int) -> str:

@@ -1,63 +1,47 @@
-"""`Ranks`: workers behind one notebook, as one object in the kernel.
+"""`Ranks`: the ranks behind a notebook, as one object in the kernel.
 
-What is asked for is checked here first, as `ftkit finetune` does it, and then done by all ranks together. Between cells they
-keep model, optimizer and the user's names. They end with `shutdown`, with the kernel, or when one of them is lost;
-`restart` starts them anew, with the model of the last checkpoint in memory.
-
-It refuses a second request while one is on its way, and more ranks than GPUs. What it costs: starting takes as long as
-torch and transformers are imported.
+The kernel checks a request as `ftkit finetune` does. Then all ranks do it together. Between cells the ranks keep the model,
+the optimizer and the user's names. They end with `shutdown`, with the kernel, or when one of them dies. `restart` starts
+them again, with the model of the last checkpoint in memory.
 """
 
 from __future__ import annotations
 
-import ast
 import atexit
 import json
 import os
+import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from ipyparallel.error import RemoteError
 
 from ftkit.config.recipe import Recipe, load, parse
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.launch.ranks import check_ranks, signal_name
-from ftkit.notebook.crew import Crew
-from ftkit.notebook.exchange import Exchange, View
+from ftkit.launch.ranks import POLL_SECONDS, Failure, check_ranks, counted_signals, explain
+from ftkit.notebook import load_ipython_extension
+from ftkit.notebook.cluster import STOP, Cluster
 from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
-from ftkit.notebook.live import LiveRun, Output
+from ftkit.notebook.live import LiveRun, in_jupyter, ipython
 from ftkit.output.run_folder import RunFolder
 from ftkit.report.page import note_end
 
-HANG_SECONDS = 60.0
+AFTER_FAILURE_SECONDS = 15.0
+"""Time for the other ranks to end a request after one rank failed. Later they are taken to wait for it."""
+CLOSE_SECONDS = 10.0
 AT_THE_NEXT_STEP = "stopping after this step, with a checkpoint; interrupt again to end the ranks at once"
 AT_THE_END = "the ranks finish this first; interrupt again to end them at once"
 
 
-class Value:
-    """What rank 0 showed of a value that is no plain data: its repr, and what it shows richly.
-
-    Args:
-        data: MIME types to texts.
-    """
-
-    def __init__(self, data: Mapping[str, str]) -> None:
-        self.data = dict(data)
-
-    def __repr__(self) -> str:
-        return self.data["text/plain"]
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return self.data
-
-
 class Summary(dict):
-    """What summary.json holds of a run; shown as a line."""
+    """The content of summary.json, shown as one line."""
 
     def __repr__(self) -> str:
         told = [counted(self["steps"], "step"), f"{self['seconds']:.0f} s"]
@@ -71,100 +55,86 @@ class Summary(dict):
 
 
 class Ranks:
-    """Workers, one a device or on the CPU, that live until `shutdown`.
+    """Ranks that live until `shutdown`, one per GPU or on the CPU.
 
     Args:
-        n: Number of workers; default: one a GPU, or 1 on a CPU.
-        hang_seconds: How long a rank may wait for another that will not come, before that is called a hang.
+        n: Number of ranks. Default: the number of GPUs, or 1 without a GPU.
 
     Raises:
-        UserError: More ranks than GPUs.
+        Refused: n is less than 1.
     """
 
-    def __init__(self, n: int | None = None, *, hang_seconds: float = HANG_SECONDS) -> None:
+    def __init__(self, n: int | None = None) -> None:
         if n is not None and n < 1:
             raise Refused(f"Ranks: {n} ranks were asked for; needed: at least 1")
-        if not hang_seconds > 0:
-            raise Refused(f"Ranks: hang_seconds is {hang_seconds}; needed: more than 0")
-        self.n, self.hang_seconds = n, hang_seconds
-        self._crew: Crew | None = None
+        self.n = n
+        self._cluster: Cluster | None = None
         self._recipe: Recipe | None = None  # of the last run
-        self._cells = 0
-        self._busy = False
-        self._requests = 0
+        self._is_busy = False
 
-    # --- life
+    # --- start and end
 
     def start(self) -> Ranks:
-        """Start the workers, unless they run; returns this object.
+        """Start the ranks, unless they run, and return this object.
 
         Raises:
-            Refused: More ranks than GPUs, or others run in this notebook. RankFailed: One could not start.
-            Interrupted: The user interrupted the kernel: the ranks run.
+            Refused: More ranks than GPUs, or another `Ranks` runs in this notebook.
+            RankFailed: A rank could not start.
         """
         if self.runs:
             return self
-        self._lose()
-        magics = self._magics()
-        if magics is not None and getattr(magics.ranks, "runs", False):  # the cell that started them was run again
-            raise Refused(f"{magics.ranks!r} run in this notebook: go on with them, or end them first: ranks.shutdown()")
-        if magics is not None and isinstance(magics.ranks, Ranks):
-            magics.ranks._lose()  # of which some have ended: the others must not live on unseen
+        self.shutdown()
+        shell = ipython()
+        for name, other in {} if shell is None else dict(shell.user_ns).items():
+            if isinstance(other, Ranks) and other.runs and name[0] != "_":  # the cell that starts them was run again
+                raise Refused(f"{name} = {other!r} run in this notebook: use them, or end them first: {name}.shutdown()")
         gpus = torch.cuda.device_count()
         number = self.n or max(1, gpus)
         try:
             check_ranks(number, gpus)
         except UserError as error:
             raise Refused(in_notebook(str(error))) from None
-        self._busy = True
+        atexit.register(self.shutdown)
         try:
-            self._crew = Crew(number, os.environ, self._gone)
-            atexit.register(self.shutdown)
-            way_out = "mend that and start them again"
-            exchange = Exchange(self._crew, Output(), self.hang_seconds, lambda: way_out, AT_THE_END)
-            exchange.wait()
+            self._cluster = Cluster(number, os.environ, self._report_loss)
+            self._ask("join")
         except BaseException:
-            self._lose()
+            self._kill()
             raise
-        finally:
-            self._busy = False
-        if magics is not None:
-            magics.ranks = self
-        if exchange.interrupts:
-            raise Interrupted("interrupted; the ranks have started, and run")
+        if shell is not None:
+            load_ipython_extension(shell)
+            self.view.activate()  # ipyparallel's own %px
         return self
 
     def shutdown(self) -> None:
-        """End the workers; what they hold in memory is lost."""
+        """End the ranks. What they have in memory is lost."""
+        if self.runs and not self._is_busy:
+            self._send("close").wait(CLOSE_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
         atexit.unregister(self.shutdown)
-        if self._crew is not None:
-            crew, self._crew = self._crew, None
-            crew.end()
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.kill()
 
-    def restart(self, *, restore: bool = True) -> Ranks:
-        """Start the workers anew, and bring the newest whole checkpoint of the last run into their memory; returns this.
-
-        Args:
-            restore: Whether to read the checkpoint.
+    def restart(self) -> Ranks:
+        """Start the ranks again, load the newest complete checkpoint of the last run, and return this object.
 
         Raises:
-            Refused: No checkpoint is whole. RankFailed: As `start`.
+            Refused: No checkpoint is complete.
+            RankFailed: As for `start`.
         """
         self.shutdown()
         self.start()
-        if restore and self._checkpoints():
-            assert self._recipe is not None
-            checkpoints = [str(path) for path in self._checkpoints()]
-            step = self._ask("restore", recipe=self._recipe.model_dump(mode="json"), checkpoints=checkpoints)
-            print(f'the model of step {step} is in memory; ranks.finetune(resume="auto") goes on from there')
+        if self._recipe is not None and (checkpoints := self._checkpoints()):
+            recipe = self._recipe.model_dump(mode="json")
+            step = self._ask("restore", recipe=recipe, checkpoints=[str(path) for path in checkpoints])
+            print(f'the model of step {step} is in memory; ranks.finetune(resume="auto") continues from there')
         return self
 
     def __enter__(self) -> Ranks:
-        try:
-            return self.start()
-        except Interrupted:
-            self.shutdown()
-            raise
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -173,21 +143,25 @@ class Ranks:
 
     @property
     def runs(self) -> bool:
-        """Whether all workers are there."""
-        return self._crew is not None and not self._crew.dead()
+        """Whether all ranks run."""
+        return self._cluster is not None and not self._cluster.is_lost
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process number of each rank; empty where none run."""
-        return {} if self._crew is None else self._crew.pids
+        """Process id of each rank. Empty if none run."""
+        return {} if self._cluster is None else self._cluster.pids
+
+    @property
+    def view(self) -> Any:
+        """The view of all ranks, of ipyparallel: `view["x"]` is the list of the values of `x`, one per rank."""
+        view = self._running().client[:]
+        view.block = True
+        return view
 
     def __repr__(self) -> str:
-        if self._crew is None:
-            return "<Ranks: not started>"
-        dead = self._crew.dead()
-        return f"<Ranks: {counted(self._crew.ranks, 'rank')}{f', {len(dead)} of them ended' if dead else ''}>"
+        return f"<Ranks: {counted(len(self.pids), 'rank') if self.runs else 'not started'}>"
 
-    # --- what they do
+    # --- what the ranks do
 
     def finetune(
         self,
@@ -197,44 +171,39 @@ class Ranks:
         resume: str | None = None,
         overwrite: bool = False,
     ) -> Summary:
-        """Fine-tune as a recipe says; the trained model, its tokenizer and trainer stay on the ranks.
+        """Fine-tune as a recipe says. The model, its tokenizer and trainer stay on the ranks.
 
         Args:
-            recipe: A YAML file, the name of a packaged recipe, or a dictionary; default: that of the last run.
-            settings: `key.sub=value`, laid over the recipe in order.
-            resume: "auto", or a checkpoint's folder, to continue from.
-            overwrite: Remove what an earlier run left in output.dir, and start anew.
+            recipe: A YAML file, the name of a packaged recipe, or a dictionary. Default: the recipe of the last run.
+            settings: `key.sub=value`, applied to the recipe in order.
+            resume: "auto" or the folder of a checkpoint to continue from.
+            overwrite: Remove an earlier run from output.dir and start again.
 
         Returns:
-            What summary.json holds.
+            The content of summary.json.
 
         Raises:
-            Refused: The recipe, the data or the folder cannot be used. RankFailed: A rank was lost or raised.
-            Interrupted: The user interrupted the kernel: the run has ended after a step, with a checkpoint.
+            Refused: The recipe, the data or the folder cannot be used.
+            RankFailed: A rank raised an error or died.
+            Interrupted: The user interrupted the kernel. The run ended after a step, with a checkpoint.
         """
         facts = self._facts(recipe, settings)
         folder = RunFolder(Path(facts.output.dir))
-        view = LiveRun(folder, folder.path.name)
+        self._running()  # before an earlier run is removed
         try:
-            with self._at_work() as crew, folder.lock():  # before an earlier run is removed
+            with folder.lock():
                 found = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs())
                 self._recipe = facts
-                return self._finetune(crew, facts, folder, view, [str(path) for path in found])
+                return self._finetune(facts, folder, [str(path) for path in found])
         except UserError as error:
             raise error if isinstance(error, Refused) else Refused(in_notebook(str(error))) from None
 
-    def _finetune(self, crew: Crew, facts: Recipe, folder: RunFolder, view: LiveRun, checkpoints: list[str]) -> Summary:
+    def _finetune(self, facts: Recipe, folder: RunFolder, checkpoints: list[str]) -> Summary:
         """Run it, and show and note how it ended."""
-        status = "early"
+        live, status = LiveRun(folder), "early"
+        arguments = {"recipe": facts.model_dump(mode="json"), "checkpoints": checkpoints, "show": not in_jupyter()}
         try:
-            told = self._request(
-                crew,
-                "finetune",
-                view,
-                AT_THE_NEXT_STEP,
-                recipe=facts.model_dump(mode="json"),
-                checkpoints=checkpoints,
-            )
+            told = self._ask("finetune", live, **arguments)
             if "stopped" in told:
                 raise Interrupted(in_notebook(told["stopped"]))
             status = "good"
@@ -242,7 +211,7 @@ class Ranks:
             note_end(folder, str(error))
             raise
         finally:
-            view.end(status)
+            live.end(status)
         return Summary(told)
 
     def generate(
@@ -260,140 +229,184 @@ class Ranks:
         Args:
             prompts: Questions, or conversations (lists of dictionaries with role and content).
             max_new_tokens: Most tokens of an answer.
-            temperature: Temperature of drawing; 0 takes the likeliest token each time.
-            top_p: Draw from the likeliest tokens that together have this probability.
-            seed: Seed of drawing.
+            temperature: Temperature of sampling; 0 takes the most likely token.
+            top_p: Sample from the most likely tokens that together have this probability.
+            seed: Seed of sampling.
             generation: Further settings of transformers' `GenerationConfig`, such as top_k or num_beams.
 
         Returns:
-            An answer a prompt.
+            One answer per prompt.
 
         Raises:
-            Refused: There is no model yet. RankFailed: A rank was lost or raised.
+            Refused: There is no model yet.
+            RankFailed: A rank raised an error or died.
         """
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, **generation}
-        asked = [prompts] if isinstance(prompts, str) else [_plain_prompt(each) for each in prompts]
-        return self._ask("generate", None, AT_THE_END, prompts=asked, options=options)
+        return self._ask("generate", prompts=[prompts] if isinstance(prompts, str) else list(prompts), options=options)
 
     def evaluate(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Return the loss (nats a label token), the perplexity and the label tokens of held-out rows.
+        """Return the loss (nats per label token), the perplexity and the number of label tokens of held-out rows.
 
         Args:
-            path: A file of rows; default: what the recipe of the run holds out.
+            path: A file of rows. Default: the held-out rows of the run.
 
         Raises:
-            Refused: There is no model, or no rows. RankFailed: A rank was lost or raised.
+            Refused: There is no model, or there are no rows.
+            RankFailed: A rank raised an error or died.
         """
-        return self._ask("evaluate", None, AT_THE_END, path=None if path is None else os.path.abspath(path))
+        return self._ask("evaluate", path=None if path is None else os.path.abspath(path))
 
     def save(self, folder: str | os.PathLike[str]) -> str:
-        """Write the model on the ranks as a Hugging Face folder, with its tokenizer; returns the folder.
+        """Write the model as a Hugging Face folder with its tokenizer, and return the folder.
 
         Raises:
-            Refused: There is no model, or the folder cannot be written. RankFailed: A rank was lost or raised.
+            Refused: There is no model, or the folder cannot be written.
+            RankFailed: A rank raised an error or died.
         """
-        return self._ask("save", None, AT_THE_END, folder=os.path.abspath(folder))
+        return self._ask("save", folder=os.path.abspath(folder))
 
-    def run(self, source: str, *, name: str | None = None) -> Any:
-        """Run Python code on every rank, in names of its own that stay; `%%ranks` does the same.
+    def run(self, source: str) -> None:
+        """Run a cell on every rank, as `%%ranks` does. ipyparallel shows its output.
 
-        `rank`, `world_size` and `device` are there, `display`, and after a run `model`, `tokenizer` and `trainer`.
+        The cell sees `rank`, `world_size` and `device`, and after a run `model`, `tokenizer` and `trainer`.
 
         Args:
             source: The code.
-            name: What tracebacks call it; default: "cell N".
-
-        Returns:
-            Of the last expression, on rank 0: plain data as it is, anything else as it is shown.
 
         Raises:
-            RankFailed: A rank raised, was lost, or waits in vain. Interrupted: The user interrupted the kernel.
+            RankFailed: A rank raised an error or died.
+            Interrupted: The user interrupted the kernel.
         """
-        self._cells += 1
-        told = self._ask("cell", Output(calm=False), "", source=source, name=name or f"cell {self._cells}")
-        return ast.literal_eval(told["literal"]) if "literal" in told else Value(told["data"])
-
-    # --- within
-
-    def _ask(self, verb: str, view: View | None = None, on_interrupt: str = "", **arguments: Any) -> Any:
-        with self._at_work() as crew:
-            return self._request(crew, verb, view, on_interrupt, **arguments)
-
-    @contextmanager
-    def _at_work(self) -> Iterator[Crew]:
-        """Have the ranks for oneself; they are let go of if one is lost meanwhile."""
-        crew = self._crew
-        if crew is None:
-            raise Refused("the ranks do not run: call ranks.start(), or ranks.restart() to go on from the last checkpoint")
-        if self._busy:
-            raise Refused("the ranks are at work for another cell or thread; wait for its end, or interrupt it")
-        self._busy = True
-        try:
-            yield crew
-        finally:
-            self._busy = False
-            if crew is self._crew and crew.dead():
-                self._lose()
-
-    def _request(self, crew: Crew, verb: str, view: View | None, on_interrupt: str, **arguments: Any) -> Any:
-        self._requests += 1
-        exchange = Exchange(crew, view or Output(), self.hang_seconds, self._way_out, on_interrupt, self._requests)
-        answer = exchange.ask(verb, **arguments)
-        if exchange.interrupts and on_interrupt == AT_THE_END:  # whatever follows in the user's cell must not go on
-            raise Interrupted("interrupted; the ranks have finished this first, and keep their state")
-        return answer
-
-    def _gone(self, rank: int) -> None:
-        """Say at once that a worker is gone with which nobody talks; called in a thread of the crew's."""
-        crew = self._crew
-        if crew is None or self._busy:  # it was ended, or a request that is on its way will tell
+        cluster = self._running()
+        results = self._wait(cluster, "cell", lambda: cluster.client[:].execute(source, silent=False, block=False))
+        errors = {rank: each for rank, each in enumerate(results) if isinstance(each, RemoteError)}
+        rank = min(errors, key=lambda each: errors[each].ename == "KeyboardInterrupt", default=None)
+        if rank is None:
             return
-        code = crew.exit_code(rank)
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        print(f"rank {rank} (pid {crew.pids[rank]}) {how}; {self._way_out()}", file=sys.stderr, flush=True)
+        if errors[rank].ename == "KeyboardInterrupt":
+            out_of_step = "If a sharded model was computing, the ranks may be out of step"
+            raise Interrupted(f"interrupted; the ranks keep their state. {out_of_step}: {self._way_out()}")
+        raise RankFailed(rank, f"rank {rank} raised {errors[rank].ename}: {errors[rank].evalue}")
 
-    def _lose(self) -> None:
-        """Let go of workers of which some have ended."""
-        if self._crew is not None:
-            atexit.unregister(self.shutdown)
-            self._crew.kill()
-            self._crew = None
+    # --- requests
+
+    def _running(self) -> Cluster:
+        cluster = self._cluster
+        if cluster is None:
+            raise Refused("the ranks do not run: call ranks.start(), or ranks.restart() to load the last checkpoint")
+        if cluster.is_lost:
+            raise self._loss(cluster)
+        return cluster
+
+    def _send(self, verb: str, **arguments: Any) -> Any:
+        return self._running().client[:].apply_async(_do, verb, os.getcwd(), arguments)
+
+    def _ask(self, verb: str, live: LiveRun | None = None, **arguments: Any) -> Any:
+        """Ask every rank for something, and return the answer of rank 0."""
+        cluster = self._running()
+        results = self._wait(cluster, verb, lambda: self._send(verb, **arguments), live)
+        failures = {rank: _failure(each) for rank, each in enumerate(results) if isinstance(each, Failure | RemoteError)}
+        if failures:
+            raise self._shown(explain(failures, cluster.pids, "The ranks keep their state."))
+        return results[0]
+
+    def _wait(self, cluster: Cluster, verb: str, send: Any, live: LiveRun | None = None) -> list[Any]:
+        """Send a request, wait for all ranks, show their output, and return their answers and errors.
+
+        Args:
+            cluster: The ranks.
+            verb: What is asked for; "cell" for the user's code.
+            send: Sends the request, and returns ipyparallel's result.
+            live: Draws the run meanwhile.
+        """
+        deadline, is_asked, is_cell = float("inf"), False, verb == "cell"
+        self._is_busy = True
+        try:
+            with counted_signals((signal.SIGINT,)) as heard:
+                call = send()
+                with nullcontext() if verb == "join" else call.stream_output():
+                    while not call.wait(POLL_SECONDS):
+                        if live is not None:
+                            live.draw()
+                        if cluster.is_lost:
+                            raise self._loss(cluster)
+                        if len(heard) > (verb != "join"):
+                            self._kill()
+                            raise Interrupted(f"the ranks were ended at once; {self._way_out()}")
+                        if heard and not is_asked:
+                            is_asked = True
+                            if not is_cell:
+                                print(AT_THE_END if live is None else AT_THE_NEXT_STEP, flush=True)
+                            if is_cell or live is not None:  # the other verbs cannot end early
+                                cluster.send_signal(signal.SIGINT if is_cell else STOP)
+                        failures = {} if is_cell else self._failures(call)
+                        deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS) if failures else deadline
+                        if time.monotonic() > deadline:
+                            self._kill()
+                            raise self._shown(explain(failures, cluster.pids, f"The others waited for it. {self._ended()}"))
+                    call.wait_for_output(1)
+        finally:
+            self._is_busy = False
+        if heard and not is_cell and live is None:  # the rest of the user's cell must not run
+            raise Interrupted("interrupted; the ranks have finished this first, and keep their state")
+        return call.get(return_exceptions=True)
+
+    @staticmethod
+    def _failures(call: Any) -> dict[int, Failure]:
+        """Return the failures of the ranks that have answered already."""
+        done = {rank: part.get(return_exceptions=True) for rank, part in enumerate(call.split()) if part.ready()}
+        return {rank: _failure(each) for rank, each in done.items() if isinstance(each, Failure | RemoteError)}
+
+    # --- failures
+
+    def _loss(self, cluster: Cluster) -> Exception:
+        """Return the error of ranks that ended by themselves."""
+        if not cluster.failures:
+            return RankFailed(-1, f"ipyparallel's controller ended. {self._ended()}")
+        return self._shown(explain(cluster.failures, cluster.pids, f"The others were ended; {self._way_out()}."))
+
+    def _report_loss(self) -> None:
+        """Report at once that a rank ended while no request runs. Called in a thread."""
+        if self._cluster is not None and not self._is_busy:
+            print(self._loss(self._cluster), file=sys.stderr, flush=True)
+
+    def _ended(self) -> str:
+        return f"The ranks were ended; {self._way_out()}."
+
+    @staticmethod
+    def _shown(error: Exception) -> Exception:
+        """Return an error of the launcher as a cell shows it."""
+        text = in_notebook(str(error))
+        return Refused(text) if isinstance(error, UserError) else RankFailed(getattr(error, "rank", -1), text)
 
     def _checkpoints(self) -> list[Path]:
         return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).checkpoints()[::-1]
 
     def _way_out(self) -> str:
-        found = self._checkpoints()
-        if found:
-            return f"ranks.restart() starts them anew, from {found[0].name} of {found[0].parent}"
+        if found := self._checkpoints():
+            newest = f"{found[0].name} of {found[0].parent}"
+            return f'ranks.restart() loads {newest}, and ranks.finetune(resume="auto") continues from it'
         saved = "; no checkpoint was saved (output.save_every_steps)" if self._recipe is not None else ""
-        return f"ranks.restart() starts them anew{saved}"
+        return f"ranks.restart() starts them again{saved}"
 
     def _facts(self, recipe: str | os.PathLike[str] | Mapping[str, Any] | None, settings: Sequence[str]) -> Recipe:
         """Read and check a recipe."""
-        if isinstance(settings, str):
-            raise Refused(f"settings: found the text {settings!r}; needed: a list, such as ['train.max_steps=10']")
         if recipe is None and self._recipe is None:
-            raise Refused("finetune: there is no earlier run; name a recipe: a YAML file, a packaged name, or a dictionary")
+            raise Refused("finetune: there is no earlier run; give a YAML file, the name of a recipe, or a dictionary")
         try:
-            if recipe is None or isinstance(recipe, Mapping):
-                assert recipe is not None or self._recipe is not None
-                facts = recipe if self._recipe is None or recipe is not None else self._recipe.model_dump(mode="json")
-                return parse(json.dumps(facts), "recipe", list(settings))  # JSON is YAML
-            return load(os.fspath(recipe), list(settings))
+            if isinstance(recipe, str | os.PathLike):
+                return load(os.fspath(recipe), list(settings))
+            facts = recipe if recipe is not None or self._recipe is None else self._recipe.model_dump(mode="json")
+            return parse(json.dumps(facts), "recipe", list(settings))  # JSON is YAML
         except UserError as error:
             raise Refused(in_notebook(str(error))) from None
-        except TypeError as error:
-            raise Refused(f"recipe: {error}; needed: a dictionary of texts, numbers, lists and dictionaries") from None
-
-    def _magics(self) -> Any:
-        """Return what holds `%%ranks`, which it gives the shell; None where this is not IPython."""
-        if "IPython" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
-            return None
-        from ftkit.notebook.magic import register  # here: without IPython it cannot be imported
-
-        return register(shell)
 
 
-def _plain_prompt(prompt: str | Sequence[Mapping[str, str]]) -> Any:
-    return prompt if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+def _do(*arguments: Any) -> Any:
+    from ftkit.notebook.engine import do  # here: an engine imports it, the kernel does not
+
+    return do(*arguments)
+
+
+def _failure(error: Failure | RemoteError) -> Failure:
+    return error if isinstance(error, Failure) else Failure(1, f"{error.ename}: {error.evalue}", error.traceback)

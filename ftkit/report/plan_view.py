@@ -118,7 +118,7 @@ def _why(plan: Plan) -> Iterator[tuple[str, str]]:
 def _step(plan: Plan) -> Iterator[tuple[str, str]]:
     speed = plan.speed
     if speed is None:
-        rates = None if plan.asked is None else plan.asked.rates
+        rates = plan.asked.rates
         missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
         yield "time", f"unknown: {missing or UNTIMED}"
     else:

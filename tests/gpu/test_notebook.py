@@ -25,11 +25,13 @@ def test_a_kernel_that_has_used_cuda_trains_and_asks(tmp_path, monkeypatch):
     with Ranks(number) as ranks:
         cell = "import torch, torch.distributed as dist\nx = torch.ones(2, device=device)\n"
         cell += "dist.is_initialized() and dist.all_reduce(x)\n"
-        assert ranks.run(f"{cell}(device.type, x.sum().item(), world_size)") == ("cuda", 2.0 * number, number)
+        ranks.run(f"{cell}found = (device.type, x.sum().item(), world_size)")
+        assert ranks.view["found"] == [("cuda", 2.0 * number, number)] * number
         assert ranks.finetune(recipe)["steps"] == 4
         assert len(ranks.generate(["3+1?", "12+1?"], max_new_tokens=4)) == 2
         assert ranks.evaluate()["tokens"] > 0
         ranks.restart()
-        assert ranks.run("trainer.state.global_step") == 4
+        ranks.run("step = trainer.state.global_step")
+        assert ranks.view["step"] == [4] * number
     with pytest.raises(Refused, match="a rank needs a GPU of its own"):
         Ranks(torch.cuda.device_count() + 1).start()

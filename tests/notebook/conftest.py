@@ -1,37 +1,17 @@
-"""Two ranks behind this process, as a notebook has them. Started once a file: other files look for processes left over."""
-
-import signal
+"""A recipe for the tests of notebooks."""
 
 import pytest
 
-from ftkit.notebook import Ranks
-
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """A job in the background of a script starts with interrupts ignored; a kernel never does."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two ranks; a test that ends them starts them again by using `ranks`."""
-    made = Ranks(2)
-    yield made
-    made.shutdown()
-
 
 @pytest.fixture
-def ranks(two):
-    return two.start()
-
-
-@pytest.fixture
-def work(home, tmp_path, monkeypatch):
-    """A folder to work in, with a recipe of ten steps as a dictionary."""
+def recipe(home, tmp_path, monkeypatch):
+    """A recipe of ten steps as a dictionary. The test runs in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    return recipe_of(home)
+
+
+def recipe_of(home):
+    """Return a recipe of ten steps as a dictionary."""
     return {
         "model": {"name": str(home / "base")},
         "data": {"path": str(home / "rows.jsonl"), "sequence_tokens": 32, "cache_dir": str(home / "cache")},

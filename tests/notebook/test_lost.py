@@ -1,157 +1,148 @@
-"""What costs the ranks: kills, interrupts, the kernel's own death; and what is left then, which is nothing."""
+"""Interrupts and deaths, by real signals to a real kernel and its ranks. The tests share one kernel and run in order."""
 
+import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from ftkit.notebook import Interrupted, RankFailed
-from tests.notebook.test_ranks import short
-from tests.worlds import PATIENCE
+from tests.notebook.conftest import recipe_of
+from tests.notebook.kernel import Kernel
 
 pytestmark = pytest.mark.slow
 
-KERNEL = """
-import os, sys, time
-from ftkit.notebook import Ranks
-ranks = Ranks(2).start()
-print(*ranks.pids.values(), flush=True)
-{then}
-"""
+STEPS = "settings=['train.max_steps=5000']"
+END_SECONDS = 30
+"""Within which processes end that must end. Not multiplied by the patience: it is promised."""
 
 
-def when(condition, act):
-    """Do something in another thread once a condition holds."""
-
-    def wait():
-        deadline = time.monotonic() + 60 * PATIENCE
-        while not condition():
-            if time.monotonic() > deadline:
-                return  # the test fails: nothing happened
-            time.sleep(0.02)
-        act()
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def press():
-    """Interrupt the kernel as its stop button does: the handler alone is called, pytest gets no signal."""
-    signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
+@pytest.fixture(scope="module")
+def kernel(home, tmp_path_factory):
+    """A kernel with two ranks, whose temporary files are in its folder."""
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "tmp").mkdir()
+    (folder / "recipe.json").write_text(json.dumps(recipe_of(home)))
+    caches = str(tmp_path_factory.mktemp("caches"))  # torch's own, which would be in TMPDIR
+    made = Kernel(folder, {**os.environ, "TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": caches})
+    made.folder = folder
+    made.run("import json, os\nfrom ftkit.notebook import Ranks\nrecipe = json.load(open('recipe.json'))\nranks = Ranks(2)")
+    yield made
+    made.close()
 
 
-def has_come_to(step):
-    path = Path("run/metrics.jsonl")
-    return path.exists() and f'"step": {step},' in path.read_text()
+def started(kernel):
+    """Start the ranks unless they run, and return their process ids."""
+    shown = kernel.run("print('pids', *ranks.start().pids.values())")
+    return [int(each) for each in re.search(r"^pids (.*)$", shown, re.M).group(1).split()]
 
 
-def gone(pids):
-    """Wait until processes are gone; return whether they are."""
-    deadline = time.monotonic() + 30 * PATIENCE
-    while time.monotonic() < deadline:
-        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-        if not alive:
-            return True
+def has_come_to(kernel, step):
+    path = kernel.folder / "run" / "metrics.jsonl"
+    return lambda: path.exists() and f'"step": {step},' in path.read_text()
+
+
+def alive(pids):
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def all_gone(pids):
+    """Wait until processes are gone, and return whether they are."""
+    deadline = time.monotonic() + END_SECONDS
+    while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return False
+    return not alive(pids)
 
 
-def test_an_interrupt_ends_a_run_after_a_step_and_it_goes_on(ranks, work):
-    work = {**work, "train": {"batch_tokens": 192, "max_steps": 400}, "output": {"dir": "run"}}
-    when(lambda: has_come_to(5), press)
-    with pytest.raises(Interrupted) as caught:
-        ranks.finetune(work)
-    step = int(re.search(r"ended at step (\d+) with a checkpoint", short(caught.value)).group(1))
-    assert 5 <= step < 400
-    assert 'resume="auto" continues' in str(caught.value)
-    assert ranks.run("trainer.state.global_step") == step
-    assert len(ranks.generate(["3+1?"], max_new_tokens=2)) == 1
-    assert ranks.finetune(settings=[f"train.max_steps={step + 3}"], resume="auto")["steps"] == step + 3
-
-
-def test_an_interrupt_ends_the_users_code_and_the_ranks_live_on(ranks, tmp_path):
-    ranks.run("import time, pathlib\nkept = 3")
-    begun = tmp_path / "begun"
-    when(begun.exists, press)
-    with pytest.raises(Interrupted) as caught:
-        ranks.run(f"pathlib.Path({str(begun)!r}).touch()\nwhile True:\n    time.sleep(60)")
-    assert re.search(r"cell \d+, line [123]", short(caught.value))
-    assert ranks.run("kept") == 3
-
-
-def test_a_killed_worker_is_told_at_once_and_restart_brings_the_checkpoint_back(ranks, work, capfd):
-    work = {**work, "train": {"batch_tokens": 192, "max_steps": 400}}
-    ranks.run("pass")
-    victim = ranks.pids[1]
-    when(Path("run/checkpoint-4").exists, lambda: os.kill(victim, signal.SIGKILL))
-    with pytest.raises(RankFailed) as caught:
-        ranks.finetune(work)
-    told = short(caught.value)
-    assert told.startswith(f"rank 1 (pid {victim}) was killed by SIGKILL")
-    saved = re.search(r"ranks.restart\(\) starts them anew, from (checkpoint-(\d+)) of run", told)
-    assert saved
-    ranks.restart()
-    step = int(saved.group(2))
-    assert ranks.run("trainer.state.global_step") == step
-    assert ranks.evaluate()["tokens"] > 0
-    assert ranks.finetune(settings=[f"train.max_steps={step + 2}"], resume="auto")["steps"] == step + 2
-    capfd.readouterr()
-    os.kill(ranks.pids[0], signal.SIGKILL)  # nobody talks to it
-    deadline = time.monotonic() + 30 * PATIENCE
-    told = ""
-    while "killed" not in told and time.monotonic() < deadline:
-        time.sleep(0.05)
-        told += capfd.readouterr().err
-    assert re.search(r"rank 0 \(pid \d+\) was killed by SIGKILL; ranks.restart\(\)", told)
-
-
-def test_a_worker_that_leaves_says_its_last_words(ranks):
-    with pytest.raises(RankFailed) as caught:
-        ranks.run("import os\nif rank == 1:\n    os.write(2, b'a C library: out of luck\\n')\n    os._exit(3)")
-    told = short(caught.value)
-    assert "rank 1" in told
-    assert "ended with exit code 3" in told
-    assert "a C library: out of luck" in told
-
-
-@pytest.mark.parametrize("how", ["ends", "killed"])
-def test_workers_end_with_the_kernel_however_it_ends(how, tmp_path, tmp_path_factory):
-    """Also where a child that it forked lives on and holds its sockets, and a worker is stopped."""
-    forks = "if os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\nprint('forked', flush=True)\ntime.sleep(600)"
-    then = forks if how == "killed" else ""
-    caches = str(tmp_path_factory.mktemp("caches"))  # torch's own, which it makes in TMPDIR unless it is told where
-    environ = {**os.environ, "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": caches}
-    kernel = subprocess.Popen(
-        [sys.executable, "-c", KERNEL.format(then=then)], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ
-    )
-    pids = [int(pid) for pid in kernel.stdout.readline().split()]
+def test_an_interrupt_ends_a_run_after_a_step_with_a_checkpoint(kernel):
+    pids = started(kernel)
     assert len(pids) == 2
-    children = []
-    if how == "killed":
-        assert kernel.stdout.readline() == "forked\n"
-        children = psutil.Process(kernel.pid).children()
-        os.kill(pids[0], signal.SIGSTOP)
-        kernel.kill()
-    kernel.wait(60 * PATIENCE)
-    try:
-        assert gone(pids)
-        assert not list(tmp_path.iterdir())
-    finally:
-        for child in children:
-            if child.is_running():
-                child.kill()
-        kernel.stdout.close()
+    cell = kernel.begin(f"ranks.finetune(recipe, {STEPS})")
+    shown = kernel.end(cell, has_come_to(kernel, 6), kernel.manager.interrupt_kernel)
+    assert "Traceback" not in shown
+    step = int(re.search(r"ended at step (\d+) with a checkpoint; resume=\"auto\"", shown).group(1))
+    assert 6 <= step < 5000
+    assert (kernel.folder / "run" / f"checkpoint-{step}").is_dir()
+    assert f"[{step}, {step}]" in kernel.run("%%ranks\nstep = trainer.state.global_step") + kernel.run("ranks.view['step']")
+    shown = kernel.run(f"ranks.finetune(settings=['train.max_steps={step + 3}'], resume='auto')")
+    assert f"<run: {step + 3} steps" in shown
+    assert started(kernel) == pids
 
 
-def test_what_a_killed_worker_had_started_ends_with_the_ranks(ranks, capfd):
-    program = ranks.run("import subprocess\nprogram = subprocess.Popen(['sleep', '100'])\nprogram.pid")
-    os.kill(ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(RankFailed, match="was killed by SIGKILL"):
-        ranks.run("1")
-    assert gone([program])
+def test_an_interrupt_ends_the_users_cell_and_the_ranks_live_on(kernel):
+    pids = started(kernel)
+    cell = kernel.begin("%%ranks\nkept = 3\nopen(f'begun-{rank}', 'w').close()\nimport time\ntime.sleep(1000)")
+    begun = [kernel.folder / f"begun-{rank}" for rank in (0, 1)]
+    shown = kernel.end(cell, lambda: all(path.exists() for path in begun), kernel.manager.interrupt_kernel)
+    assert "interrupted; the ranks keep their state" in shown
+    assert "[3, 3]" in kernel.run("ranks.view['kept']")
+    assert started(kernel) == pids
+
+
+def test_a_second_interrupt_ends_the_ranks_at_once(kernel):
+    pids = started(kernel)
+    stays = "while True:\n    try:\n        time.sleep(1000)\n    except: 0"
+    cell = kernel.begin(f"%%ranks\nimport time\nopen(f'stuck-{{rank}}', 'w').close()\n{stays}")
+    stuck = [kernel.folder / f"stuck-{rank}" for rank in (0, 1)]
+
+    def twice():
+        kernel.manager.interrupt_kernel()
+        time.sleep(1)
+        kernel.manager.interrupt_kernel()
+
+    shown = kernel.end(cell, lambda: all(path.exists() for path in stuck), twice)
+    assert "the ranks were ended at once; ranks.restart()" in shown
+    assert all_gone(pids)
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(kernel):
+    pids = started(kernel)
+    killed = []
+
+    def kill():
+        os.kill(pids[1], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    saved = kernel.folder / "run" / "checkpoint-4"
+    cell = kernel.begin(f"ranks.finetune(recipe, {STEPS}, overwrite=True)")
+    shown = kernel.end(cell, saved.is_dir, kill)
+    assert all_gone(pids)
+    assert time.monotonic() < killed[0] + END_SECONDS
+    assert f"rank 1 (pid {pids[1]}) was killed by SIGKILL" in shown
+    assert re.search(r"ranks\.restart\(\) loads checkpoint-\d+ of run, and ranks\.finetune\(resume=\"auto\"\)", shown)
+    assert "was killed by SIGKILL" in kernel.run("ranks.generate('3+1?')")
+    shown = kernel.run("ranks.restart()")
+    step = int(re.search(r"the model of step (\d+) is in memory", shown).group(1))
+    assert step >= 4
+    assert f"<run: {step + 2} steps" in kernel.run(f"ranks.finetune(settings=['train.max_steps={step + 2}'], resume='auto')")
+
+
+def test_ranks_that_wait_for_one_that_raised_are_ended(kernel):
+    pids = started(kernel)
+    kernel.run("ranks.finetune(recipe, overwrite=True)")
+    kernel.run("%%ranks\nif rank == 1: tokenizer = 3")
+    shown = kernel.run("ranks.generate('3+1?')")
+    assert f"rank 1 (pid {pids[1]}) raised AttributeError" in shown
+    assert "The others waited for it. The ranks were ended; ranks.restart()" in shown
+    assert all_gone(pids)
+
+
+def test_a_rank_that_dies_between_cells_is_named_at_once(kernel):
+    pids = started(kernel)
+    os.kill(pids[0], signal.SIGKILL)
+    assert all_gone(pids)
+    assert f"rank 0 (pid {pids[0]}) was killed by SIGKILL" in kernel.run("ranks.evaluate()")
+
+
+def test_no_process_survives_a_killed_kernel(kernel):
+    """Neither engines nor controller nor what a rank started; and no connection file stays."""
+    assert len(started(kernel)) == 2
+    kernel.run("%%ranks\nimport subprocess\nprogram = subprocess.Popen(['sleep', '1000'])")
+    pids = [each.pid for each in psutil.Process(kernel.pid).children(recursive=True)]
+    assert len(pids) >= 5
+    assert len(list((kernel.folder / "tmp").glob("ftkit-ranks-*"))) == 1
+    os.kill(kernel.pid, signal.SIGKILL)
+    assert all_gone(pids)
+    assert not list((kernel.folder / "tmp").glob("ftkit-ranks-*"))
