@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
-from ftkit.output.run_folder import write
+from ftkit.output.run_folder import plain, write
 from ftkit.report.text import literal
 
 
@@ -74,8 +74,8 @@ def screen() -> Console:
 
 
 def echo_json(value: Any) -> None:
-    """Print a result as JSON."""
-    typer.echo(json.dumps(value, indent=1))
+    """Print a result as JSON. A number that is not finite becomes null."""
+    typer.echo(json.dumps(plain(value), indent=1))
 
 
 def write_file(path: Path, text: str) -> None:

@@ -63,17 +63,19 @@ def plan(
     A recipe that does not fit exits with 2 and names what would help.
     """
     profile = find_hardware(hardware) if hardware is not None else None
-    is_recipe = Path(recipe).expanduser().is_file() or recipe.removesuffix(".yaml") in packaged()
+    is_file = Path(recipe).expanduser().is_file() or recipe.endswith((".yaml", ".yml"))
+    is_recipe = is_file or recipe in packaged()
     if is_recipe:
         if lora:
             raise UserError("--lora is for a MODEL; in a recipe, add a section `adapter:`")
         facts = load(recipe, overrides)
         ranks = rank_count(nproc, facts) if profile is None else ranks_of(profile, nproc, facts)
     else:
+        from ftkit.train.starter import find_config, starter
+
+        find_config(recipe)
         if overrides:
             raise UserError("--set is for a RECIPE; `ftkit init` writes the recipe of a model")
-        from ftkit.train.starter import starter
-
         ranks = rank_count(nproc) if profile is None else ranks_of(profile, nproc)
         facts = starter(recipe, ranks, hardware, lora=lora)
     if out is not None:
@@ -104,7 +106,7 @@ def ranks_of(profile: Hardware, nproc: int | None, recipe: Recipe | None = None)
         UserError: The profile has fewer GPUs.
     """
     gpus = profile.gpus * profile.nodes
-    ranks = nproc or (recipe.ranks if recipe is not None and recipe.ranks != "auto" else gpus or 1)
+    ranks = nproc or (recipe.ranks if recipe is not None and recipe.ranks != "auto" else gpus or profile.ranks or 1)
     if gpus and ranks > gpus:
         has = counted(gpus, "GPU")
         raise UserError(f"--hardware {profile.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")

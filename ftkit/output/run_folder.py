@@ -276,7 +276,7 @@ def append_line(path: Path, record: Any) -> None:
     """Append a line of JSON to a file. A full disk costs the line, not the run."""
     try:
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(record)) + "\n")
+            file.write(json.dumps(plain(record)) + "\n")
     except OSError as error:
         logger.error("%s: a line could not be written: %s", path, error.strerror)
 
@@ -293,12 +293,13 @@ def write(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object completely or not at all, with null for NaN and infinity."""
-    write(path, json.dumps(_plain(content), indent=1) + "\n")
+    write(path, json.dumps(plain(content), indent=1) + "\n")
 
 
-def _plain(content: Any) -> Any:
+def plain(content: Any) -> Any:
+    """Return content for JSON: null for NaN and infinity."""
     if isinstance(content, Mapping):
-        return {str(key): _plain(value) for key, value in content.items()}
+        return {str(key): plain(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return [_plain(value) for value in content]
+        return [plain(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content

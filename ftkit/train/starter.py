@@ -198,4 +198,5 @@ def data_section(data: str, sequence_tokens: int) -> Data:
 
 def _scalar(text: str) -> str:
     """Return a text as a quoted YAML scalar."""
-    return yaml.safe_dump([text], default_flow_style=True, default_style='"', width=1 << 20, allow_unicode=True).strip()[1:-1]
+    quoted = yaml.safe_dump([text], default_flow_style=True, default_style='"', width=1 << 20, allow_unicode=True)
+    return quoted.strip()[1:-1]
