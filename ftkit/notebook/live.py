@@ -112,8 +112,8 @@ class LiveRun:
         charts = line_chart("Loss", ("loss", "nats a token"), losses)
         charts += line_chart("Gradient norm", ("norm before clipping", ""), norm, log=True)
         width = f"{100 * step / max(steps, 1):.1f}%"
-        told = [f"step {step:,} of {steps:,}", *(describe(each) for each in records[-1:])]
-        head = "".join(f'<span class="soft">{escaped(each)}</span>' for each in told)
+        parts = [f"step {step:,} of {steps:,}", *(describe(each) for each in records[-1:])]
+        head = "".join(f'<span class="soft">{escaped(each)}</span>' for each in parts)
         return (
             f'<div class="{ROOT[1:]}"><style>{STYLE}</style><div class="frame">'
             f'<div class="head"><b>{escaped(self.folder.path.name, 200)}</b>{head}</div>'

@@ -44,14 +44,14 @@ class Summary(dict):
     """The content of summary.json, shown as one line."""
 
     def __repr__(self) -> str:
-        told = [counted(self["steps"], "step"), f"{self['seconds']:.0f} s"]
+        parts = [counted(self["steps"], "step"), f"{self['seconds']:.0f} s"]
         if self.get("train_loss") is not None:
-            told.append(f"training loss {self['train_loss']:.4f}")
+            parts.append(f"training loss {self['train_loss']:.4f}")
         if self.get("eval_loss_after") is not None:
             before = self.get("eval_loss_before")
             first = f"{before:.4f} -> " if before is not None else ""
-            told.append(f"held-out loss {first}{self['eval_loss_after']:.4f}")
-        return f"<run: {', '.join(told)}>"
+            parts.append(f"held-out loss {first}{self['eval_loss_after']:.4f}")
+        return f"<run: {', '.join(parts)}>"
 
 
 class Ranks:
@@ -203,16 +203,16 @@ class Ranks:
         live, status = LiveRun(folder), "early"
         arguments = {"recipe": facts.model_dump(mode="json"), "checkpoints": checkpoints, "show": not in_jupyter()}
         try:
-            told = self._ask("finetune", live, **arguments)
-            if "stopped" in told:
-                raise Interrupted(in_notebook(told["stopped"]))
+            answer = self._ask("finetune", live, **arguments)
+            if "stopped" in answer:
+                raise Interrupted(in_notebook(answer["stopped"]))
             status = "good"
         except (RankFailed, Refused, Interrupted) as error:
             note_end(folder, str(error))
             raise
         finally:
             live.end(status)
-        return Summary(told)
+        return Summary(answer)
 
     def generate(
         self,
