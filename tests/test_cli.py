@@ -143,7 +143,7 @@ def test_reports_are_written_and_compared(capsys, tmp_path, monkeypatch):
     assert leave("report", "a", "b", "--out", "new/c.html") == 0
     assert capsys.readouterr().out.splitlines() == ["a/report.html", "compare.html", "new/c.html"]
     assert all("<svg" in (tmp_path / name).read_text() for name in ("a/report.html", "compare.html", "new/c.html"))
-    assert "nowhere is not a folder; name the folder of a run" in refusal(capsys, "report", "nowhere")
+    assert "nowhere has no recipe.yaml" in refusal(capsys, "report", "nowhere")
     assert "b exists and is not a .html file" in refusal(capsys, "report", "a", "--out", "b")
 
 
