@@ -21,7 +21,7 @@ from ftkit.train.planning import ask
 
 HARDWARE = "8xv100-16gb"
 GPT = """
-model: {{config: {{model_type: gpt2, n_layer: {blocks}, n_embd: 4096, n_head: 32, n_positions: 1024, vocab_size: 50304}},
+model: {{config: {{model_type: gpt2, n_layer: 78, n_embd: 4096, n_head: 32, n_positions: 1024, vocab_size: 50304}},
   tokenizer: bundled/tiny-base}}
 data: {{path: bundled/python-docs.jsonl, sequence_tokens: 1024}}
 train: {{batch_tokens: 131072, dtype: {dtype}}}
@@ -29,9 +29,9 @@ output: {{dir: runs/ablation}}
 """
 
 
-def asked(dtype: str = "fp16", blocks: int = 78) -> Asked:
+def asked(dtype: str = "fp16") -> Asked:
     """Return the planner's input for a GPT whose weights are read, not initialised."""
-    made = ask(parse(GPT.format(dtype=dtype, blocks=blocks), "ablation.yaml"), 8, find_hardware(HARDWARE))
+    made = ask(parse(GPT.format(dtype=dtype), "ablation.yaml"), 8, find_hardware(HARDWARE))
     return replace(made, shape=replace(made.shape, fresh=False))
 
 

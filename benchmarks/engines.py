@@ -94,7 +94,6 @@ ENGINES = {
     "ftkit-host-deferred": Engine(_ours(**_LEAN, gradients="host", state="host", update="deferred"), ours=True),
     "ftkit-nvme": Engine(_ours(**_LEAN, state="nvme"), ours=True),
     "ftkit-nvme-all": Engine(_ours(**_LEAN, state="nvme", state_host_bytes=0), ours=True),
-    "ftkit-nvme-half": Engine(_ours(**_LEAN, state="nvme", state_host_bytes=384 << 20), ours=True),  # of 0.75 a rank at 134M
     "ftkit-nvme-now": Engine(_ours(**_LEAN, state="nvme", update="now"), ours=True),
     "deepspeed-host": Engine(_zero3_host, **_DEEPSPEED),
     "deepspeed-nvme": Engine(_zero3_nvme, **_DEEPSPEED),

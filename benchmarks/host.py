@@ -170,7 +170,7 @@ def raw(path: Path, memory: Tensor, threads: int, block: int, what: str) -> floa
 
 
 def disk(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Compare the tier with plain loops and DeepSpeed's aio, writing and reading whole files."""
+    """Compare the tier with plain loops, writing and reading whole files."""
     size = options.gib << 30
     options.folder.mkdir(parents=True, exist_ok=True)
     with closing(Disk(options.folder, f"bench-{os.getpid()}")) as drive:

@@ -1,7 +1,7 @@
 """`make bench-kernels`: each fused kernel on a GPU beside eager PyTorch, torch.compile and Liger-Kernel, if installed.
 
 Forward and backward together, in fp16, at the sizes of a 13B model and 8192 tokens. The table shows median times, the least
-traffic (`Specimen.moved`) over them, and its share of the rate of a large copy in the same run. Goals: 85 % of the copy, and
+traffic (`cases`) over them, and its share of the rate of a large copy in the same run. Goals: 85 % of the copy, and
 no slower than the best other.
 """
 

@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The recipe's: the model's without its owner and what every name of its kind has, the method, the hardware."""
+        """Name of the recipe: model without owner and common suffixes, method, hardware."""
         short = self.model.rpartition("/")[2].lower()
         short = re.sub(r"(-base-\d+|-\d{4}|-hf|-base|-pt|-v1\.0|-1124)(?=-|$)", "", short)
         return f"{short}-{'full' if self.method == 'scratch' else self.method}-{self.hardware}"
@@ -119,7 +119,7 @@ class Entry:
 
     @property
     def header(self) -> str:
-        """The first line: what it is, and its plan. Errors are those of `row`."""
+        """The first line of the recipe: model, method, hardware and plan. Raises the errors of `row`."""
         row, short = self.row, self.model.rpartition("/")[2]
         return (
             f"# {short}, {row['method']}, on {SHOWN[self.hardware]}: {row['device_gib']:.1f} GiB a GPU, "

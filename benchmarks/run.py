@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default=",".join(SIDE_BY_SIDE), help="names, comma-separated")
-    parser.add_argument("--models", default="374m,134m", help="13m, 134m, 374m, comma-separated")
+    parser.add_argument("--models", default="374m,134m", help="13m, 134m, 374m, 1b, comma-separated")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="measured steps per run, after --warmup")
     parser.add_argument("--warmup", type=int, default=2)
@@ -98,8 +98,9 @@ class Outcome:
         return (reported or printed or [self.output])[-1][-300:]
 
 
-def write_result(name: str, result: dict[str, Any], console: Console, folder: Path = ROOT / "runs" / "bench") -> None:
+def write_result(name: str, result: dict[str, Any], console: Console) -> None:
     """Write a result with its date as JSON, and print where it is."""
+    folder = ROOT / "runs" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now()
     path = folder / f"{now:%Y-%m-%d-%H%M%S}-{name}.json"

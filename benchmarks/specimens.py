@@ -58,14 +58,14 @@ class Specimen:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a specimen.
+    """The result of compiling a specimen.
 
     Args:
         specimen: the kernel that was compiled.
         cubin: its machine code.
         registers: registers of a thread.
         shared: bytes of shared memory of a program.
-        local: bytes of local memory of a thread: what spills.
+        local: bytes of local memory per thread (spills).
         instructions: instructions of the PTX, by name.
     """
 

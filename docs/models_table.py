@@ -27,7 +27,7 @@ HEAD = """\
 
 <!-- written by `make recipes` from the packaged catalogue; a test compares -->
 
-**Simulated, not measured.** Each cell is what `ftkit plan` says: **tokens/s** (GiB of one GPU / GiB of host memory), or
+**Simulated, not measured.** Each cell is a result of `ftkit plan`: **tokens/s** (GiB of one GPU / GiB of host memory), or
 "no" if the plan refuses the run. Sequences have 2,048 tokens (T5: 512), packed where the family allows it; a step has
 16,384 tokens per GPU. Training uses fp16 with fp32 master weights and AdamW, without NVMe. Eight GPUs have about 303 GiB of
 host memory, one GPU about 34 GiB. [Plan](plan.md) says how accurate the figures are. More memory, a drive or other lengths

@@ -23,9 +23,8 @@ HEAD = """\
 
 <!-- written by `make docs` from ftkit/config/recipe.py; a test compares -->
 
-A key that is not here is refused, with the nearest one that is. Only `model`, `data` and `output.dir` are needed. How a
-recipe is written is told in [Recipes](recipes.md). `ftkit finetune recipe.yaml --dry-run` prints all of it as it stands for
-one run.
+A key that is not here is refused, with the nearest one that is. Only `model`, `data` and `output.dir` are required.
+[Recipes](recipes.md) describes the format. `ftkit finetune recipe.yaml --dry-run` prints every value of a run.
 """
 WORDS = {"string": "text", "boolean": "true or false", "object": "mapping", "integer": "whole number", "number": "number"}
 CONSTRAINTS = {"exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum"}

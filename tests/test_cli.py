@@ -1,6 +1,7 @@
 """The door: its commands, and that every fault of the user's is one screen, exit code 2 and no traceback."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import ftkit
 from ftkit.cli import app as cli
 from ftkit.cli import recipes
+from ftkit.cli.options import echo_json
 from ftkit.errors import UNEXPECTED
 from ftkit.launch.ranks import ENDING
 from ftkit.output.run_folder import RunFolder
@@ -85,6 +87,11 @@ def test_the_version_and_the_public_names(capsys):
     assert leave("--version") == 0
     assert capsys.readouterr().out.strip() == f"ftkit {ftkit.__version__}"
     assert {"Trainer", "ShardedAdamW", "notebook"} <= set(dir(ftkit))
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(capsys):
+    echo_json({"loss": math.nan, "perplexity": [math.inf, 1.5]})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "perplexity": [None, 1.5]}
 
 
 def test_the_command_imports_nothing_heavy():

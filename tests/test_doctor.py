@@ -124,7 +124,7 @@ def test_versions_are_compared_with_what_the_package_asks_for() -> None:
     assert found["peft"].mend.startswith('pip install "peft')
     assert any(each.name == "torch" and "2.16.0; ftkit is tested with" in each.found for each in judge(facts))
     old = replace(good, versions={**good.versions, "torch": "2.9.1+cu126"})
-    assert any("torch 2.10 or later is needed" in each.found for each in judge(old))
+    assert any("ftkit is tested with <2.15,>=2.10" in each.found for each in judge(old))
     assert "versions" not in found
 
 
@@ -180,7 +180,8 @@ class Driver:
         return ((7, 0), (12, 1))[handle]
 
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
-        return pynvml.NVML_P2P_STATUS_OK
+        linked = index == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return pynvml.NVML_P2P_STATUS_OK if linked else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "580.95.05"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -77,7 +78,8 @@ def test_an_unknown_model_is_refused_with_similar_names(
     assert "llama-2-13b-" in said
     assert leave("plan", "meta-llama/Llama-2-13b") == 2
     assert LLAMA in " ".join(capsys.readouterr().err.split())
-    assert leave("plan", LLAMA, "--set", "train.seed=1") == 2
+    assert leave("plan", LLAMA, "--hardware", "8xv100-16gb", "--set", "train.seed=1") == 2
+    assert "--set is for a RECIPE" in capsys.readouterr().err
     assert leave("plan", "tiny-cpu", "--lora") == 2
 
 
@@ -93,9 +95,10 @@ def test_init_writes_a_recipe_that_fits(rows: Path, tmp_path: Path, capsys: pyte
     recipe = load(str(out))
     assert (recipe.adapter, recipe.ranks, recipe.hardware, recipe.data.path) == (None, 8, "8xv100-16gb", str(rows))
     before = out.read_bytes()
-    assert leave("init", LLAMA, rows, "-o", out) == 2
-    assert out.read_bytes() == before
     capsys.readouterr()
+    assert leave("init", LLAMA, rows, "--hardware", "8xv100-16gb", "-o", out) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert out.read_bytes() == before
     assert leave("init", LLAMA, rows, "--hardware", "1xv100-32gb", "-o", tmp_path / "one.yaml") == 0
     assert "full fine-tuning does not fit" in capsys.readouterr().err
     assert load(str(tmp_path / "one.yaml")).adapter is not None
@@ -189,18 +192,9 @@ def test_the_command_prints_json(base: Path, rows: Path, capsys: pytest.CaptureF
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture) -> None:
-    for command in (
-        "finetune",
-        "plan",
-        "init",
-        "data",
-        "generate",
-        "eval",
-        "export",
-        "report",
-        "verify",
-        "doctor",
-        "measure",
-    ):
-        assert leave(command, "-h") == 0
+    tree: Any = typer.main.get_command(cli.app)
+    commands = [(name,) for name in tree.commands] + [("recipes", name) for name in tree.commands["recipes"].commands]
+    assert len(commands) > 12
+    for command in commands:
+        assert leave(*command, "-h") == 0
         assert "Usage: ftkit" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 LARGEST_ROW = 16384
-"""Elements: 32 fp32 registers for each of 512 threads. No model has a larger hidden size."""
+"""Elements: 32 fp32 registers for each of 512 threads. No model of the catalogue has a larger hidden size."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's own switch. Triton reads it when a kernel is defined, and then runs the kernel on the CPU, slowly, for tests."""

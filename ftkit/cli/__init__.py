@@ -1,1 +1,1 @@
-"""The commands of ftkit, one file for what each of them does."""
+"""Commands of ftkit, one file per group."""

@@ -15,7 +15,6 @@ from typing import Literal
 
 import typer
 from packaging.requirements import Requirement
-from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
@@ -235,9 +234,6 @@ def _versions(facts: Probe) -> Iterator[Finding]:
         mend = _wheel(facts) if name == "torch" else f'pip install "{name}{requirement.specifier}"'
         if version is None:
             wrong.append(Finding(name, "fail", "not installed", mend))
-        elif name == "torch" and version and Version(version) < Version("2.10"):
-            found = f"{version}; torch 2.10 or later is needed, for addmm(..., out_dtype=)"
-            wrong.append(Finding(name, "fail", found, mend))
         elif version and not requirement.specifier.contains(version, prereleases=True):
             wrong.append(Finding(name, "fail", f"{version}; ftkit is tested with {requirement.specifier}", mend))
     yield from wrong

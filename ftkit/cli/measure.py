@@ -1,6 +1,6 @@
 """`ftkit measure`: the rates of this machine as a hardware profile for `ftkit plan`.
 
-All ranks measure at the same time, so each figure is what one rank gets during a run:
+All ranks measure at the same time, so each figure is one rank's rate while all ranks work:
 
     compute      a Llama block of each hidden size in `HIDDEN`: forward, then recomputed forward and backward
     link         an all-gather and a reduce-scatter of `LINK_NUMEL` elements by the engine's communicator
@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from ftkit.config.wording import counted
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT, Communicator
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import write
@@ -54,7 +55,7 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
         device = torch.device("cuda", stop.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     comm = Communicator(device)
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    kind = DTYPES[dtype]
     rates: dict[str, Any] = {"compute": {size: _compute(size, comm, kind) for size in HIDDEN[device.type]}}
     rates |= _link(comm, kind)
     host = _host_adam(comm)

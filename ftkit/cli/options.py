@@ -48,7 +48,7 @@ Overrides = Annotated[
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Ranks on this node. Default: the recipe's, else one per GPU, or 1 on a CPU."),
+    typer.Option("--nproc", min=1, help="Ranks on this node. Default: `ranks` of a recipe, else one per GPU, or 1."),
 ]
 HardwareName = Annotated[
     str | None,

@@ -36,7 +36,6 @@ from ftkit.output.run_folder import check_target
 from ftkit.plan.catalog import Hardware, find_hardware
 from ftkit.plan.plan import Plan
 from ftkit.plan.whatif import Answer, largest, what_if
-from ftkit.report.plan_view import show_answers, show_plan
 
 
 def plan(
@@ -60,7 +59,7 @@ def plan(
 ) -> None:
     """Show the memory per tier, the strategy and the time per step of a recipe or model. Allocates nothing.
 
-    A recipe that does not fit exits with 2 and names what would help.
+    A recipe that does not fit exits with 2 and names changes that would help.
     """
     profile = find_hardware(hardware) if hardware is not None else None
     is_file = Path(recipe).expanduser().is_file() or recipe.endswith((".yaml", ".yml"))
@@ -115,6 +114,8 @@ def ranks_of(profile: Hardware, nproc: int | None, recipe: Recipe | None = None)
 
 def _show_plan(made: Plan, epoch: dict[str, float] | None, answers: list[Answer], *, most: bool) -> None:
     """Print a plan, the time of an epoch, and the answers to what-if questions."""
+    from ftkit.report.plan_view import show_answers, show_plan
+
     console = screen()
     if most:
         size = f"{made.shape.numel / 1e9:.2f}B"

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import ipyparallel
-import psutil
 
 from ftkit.launch.external import threads_per_rank
 from ftkit.launch.ranks import GRACE_SECONDS, POLL_SECONDS, Failure, environment, loopback_store
+from ftkit.notebook.process import kill_children
 
 START_SECONDS = 120
 STOP = signal.SIGUSR1
@@ -46,7 +46,7 @@ class Cluster:
 
     Attributes:
         client: ipyparallel's client.
-        failures: How ranks ended by themselves. Empty while all run.
+        failures: Failures of ranks that ended by themselves, by rank.
         is_lost: Whether a process ended by itself.
 
     Raises:
@@ -140,10 +140,10 @@ class Cluster:
         self._ends = True
         processes = (*self._engines, self._controller)
         for process in processes:
-            with suppress(psutil.Error):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-            process.kill()
+            if process.poll() is None:
+                kill_children(process.pid)
+            with suppress(ProcessLookupError):  # its group, because a dead process has no children any more
+                os.killpg(process.pid, signal.SIGKILL)
         for process in processes:
             process.wait()
         if hasattr(self, "client"):

@@ -1,4 +1,4 @@
-"""One rank: what it keeps between cells and what it does for `Ranks`. This module is used in the engines alone.
+"""State and methods of one rank. Only engines import this module.
 
 Every verb runs on all ranks with the same arguments. A new run replaces the model of the one before.
 """

@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -31,9 +32,16 @@ def end_with(kernel: int, folder: str) -> NoReturn:
     while os.getppid() == kernel:
         time.sleep(POLL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
+    kill_children(os.getpid())
     os._exit(1)
+
+
+def kill_children(pid: int) -> None:
+    """End every process that a process started, at once."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
 
 
 if __name__ == "__main__":

@@ -60,13 +60,9 @@ class Ranks:
     Args:
         n: Number of ranks. Default: the number of GPUs, or 1 without a GPU.
 
-    Raises:
-        Refused: n is less than 1.
     """
 
     def __init__(self, n: int | None = None) -> None:
-        if n is not None and n < 1:
-            raise Refused(f"Ranks: {n} ranks were asked for; needed: at least 1")
         self.n = n
         self._cluster: Cluster | None = None
         self._recipe: Recipe | None = None  # of the last run
@@ -107,7 +103,7 @@ class Ranks:
         return self
 
     def shutdown(self) -> None:
-        """End the ranks. What they have in memory is lost."""
+        """End the ranks. Their memory is lost."""
         if self.runs and not self._is_busy:
             self._send("close").wait(CLOSE_SECONDS)
         self._kill()
@@ -199,7 +195,7 @@ class Ranks:
             raise error if isinstance(error, Refused) else Refused(in_notebook(str(error))) from None
 
     def _finetune(self, facts: Recipe, folder: RunFolder, checkpoints: list[str]) -> Summary:
-        """Run it, and show and note how it ended."""
+        """Run a recipe, draw it, and record its end."""
         live, status = LiveRun(folder), "early"
         arguments = {"recipe": facts.model_dump(mode="json"), "checkpoints": checkpoints, "show": not in_jupyter()}
         try:
@@ -315,7 +311,7 @@ class Ranks:
 
         Args:
             cluster: The ranks.
-            verb: What is asked for; "cell" for the user's code.
+            verb: Name of the request; "cell" for the user's code.
             send: Sends the request, and returns ipyparallel's result.
             live: Draws the run meanwhile.
         """

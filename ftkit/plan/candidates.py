@@ -4,7 +4,7 @@
 
     1. everything on the device, then with something on the host, then with something on NVMe (if a folder is set)
     2. within that, by the sum of `COSTS`, roughly the percent that a choice adds to a micro-batch. The costs of the state
-       count once per step. If micro-batches run through blocks together, so do all costs but those of arithmetic
+       count once per step. With `accumulate_in: unit`, all costs except arithmetic count once per step
 
 The costs only order strategies. If the rates of the hardware are known, simulated seconds decide (search.py). The costs are
 rounded from published runs on V100 nodes (docs/rates.md). On a CPU rank device and host are one memory, and the host tier is

@@ -34,7 +34,7 @@ from ftkit.spec import sizes
 from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 PHASES = ("load", "train", "save", "resume")
 AFTER_LOAD = ("train", "save", "resume")

@@ -42,7 +42,7 @@ TEXT = """\
   name: {model}           # folder or hub id
 data:
   {data}
-  sequence_tokens: {tokens}   # longer samples are cut
+  sequence_tokens: {tokens}   # longer samples are cut, longer texts split
   packing: {packing}         # several samples per sequence
 train:
   batch_tokens: {batch}   # tokens of one optimizer step, all ranks together

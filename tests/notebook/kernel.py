@@ -38,7 +38,7 @@ class Kernel:
         elif message["msg_type"] == "error":
             texts.append("\n".join(content["traceback"]))
         elif "data" in content:
-            texts.append(content["data"].get("text/plain", "") + content["data"].get("text/html", "")[:0])
+            texts.append(content["data"].get("text/plain", ""))
         return cell if content.get("execution_state") == "idle" else None
 
     def end(self, cell, after=None, then=None):

@@ -30,7 +30,7 @@ def test_a_run_is_drawn_with_progress_and_curves(tmp_path):
     folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 31, "lo')
     folder.standing.write_text('{"steps": 120}')
     live = LiveRun(folder)
-    drawn = live.html(live._records())
+    drawn = live.html()
     page = tree.fromstring(drawn)  # well-formed: the name has been escaped
     assert not page.findall(".//img")
     text = "".join(page.itertext())

@@ -81,6 +81,30 @@ def test_an_interrupt_ends_the_users_cell_and_the_ranks_live_on(kernel):
     assert started(kernel) == pids
 
 
+def test_an_interrupt_waits_for_answers_and_ends_the_users_cell(kernel):
+    pids = started(kernel)
+    kernel.run("ranks.finetune(recipe, overwrite=True)")
+    slow = "(open(f'busy-{rank}', 'w').close(), time.sleep(3), original(*given, **named))[2]"
+    patched = f"engine.generate = lambda *given, **named: {slow}"
+    kernel.run(f"%%ranks\nimport time\nimport ftkit.notebook.engine as engine\noriginal = engine.generate\n{patched}")
+    cell = kernel.begin("ranks.generate('3+1?')\nprint('the rest of the cell')")
+    busy = [kernel.folder / f"busy-{rank}" for rank in (0, 1)]
+    shown = kernel.end(cell, lambda: all(path.exists() for path in busy), kernel.manager.interrupt_kernel)
+    assert "the ranks have finished this first" in shown
+    assert "the rest of the cell" not in shown
+    kernel.run("%%ranks\nengine.generate = original")
+    assert kernel.run("len(ranks.generate('3+1?'))") == "1"
+    assert started(kernel) == pids
+
+
+def test_a_rank_that_ends_itself_says_why(kernel):
+    pids = started(kernel)
+    leave = "if rank == 1: _sessions[0].stop.leave(UserError('the memory guard ended the run'))"
+    shown = kernel.run(f"%%ranks\nfrom ftkit.errors import UserError\nfrom ftkit.notebook.engine import _sessions\n{leave}")
+    assert "the memory guard ended the run" in shown
+    assert all_gone(pids)
+
+
 def test_a_second_interrupt_ends_the_ranks_at_once(kernel):
     pids = started(kernel)
     stays = "while True:\n    try:\n        time.sleep(1000)\n    except: 0"
@@ -131,8 +155,11 @@ def test_ranks_that_wait_for_one_that_raised_are_ended(kernel):
 
 def test_a_rank_that_dies_between_cells_is_named_at_once(kernel):
     pids = started(kernel)
+    kernel.run("%%ranks\nimport subprocess\nprogram = subprocess.Popen(['sleep', '1000'])")
+    children = [child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)]
+    assert len(children) >= 2
     os.kill(pids[0], signal.SIGKILL)
-    assert all_gone(pids)
+    assert all_gone(pids + children)
     assert f"rank 0 (pid {pids[0]}) was killed by SIGKILL" in kernel.run("ranks.evaluate()")
 
 
@@ -144,5 +171,9 @@ def test_no_process_survives_a_killed_kernel(kernel):
     assert len(pids) >= 5
     assert len(list((kernel.folder / "tmp").glob("ftkit-ranks-*"))) == 1
     os.kill(kernel.pid, signal.SIGKILL)
-    assert all_gone(pids)
+    try:
+        assert all_gone(pids)
+    finally:
+        for pid in alive(pids):
+            os.kill(pid, signal.SIGKILL)
     assert not list((kernel.folder / "tmp").glob("ftkit-ranks-*"))

@@ -1201,13 +1201,6 @@ FAULTS = (
         "tests/report/test_style.py::test_an_embedded_style_reaches_nothing_else_on_the_page",
     ),
     _fault(
-        "ranks outlive the kernel",
-        "ftkit/notebook/process.py",
-        "while os.getppid() == kernel:",
-        "while os.getppid() > 0:",
-        "tests/notebook/test_lost.py::test_no_process_survives_a_killed_kernel",
-    ),
-    _fault(
         "the ranks outlive the one that died",
         "ftkit/notebook/cluster.py",
         "while not self._has_ended():",
@@ -1220,6 +1213,13 @@ FAULTS = (
         "self.stop.asked = True",
         "self.stop.asked = False",
         "tests/notebook/test_lost.py::test_an_interrupt_ends_a_run_after_a_step_with_a_checkpoint",
+    ),
+    _fault(
+        "ranks outlive the kernel",
+        "ftkit/notebook/process.py",
+        "while os.getppid() == kernel:",
+        "while os.getppid() > 0:",
+        "tests/notebook/test_lost.py::test_no_process_survives_a_killed_kernel",
     ),
     _fault(
         "gathered weights are used after an update",

@@ -11,7 +11,6 @@ from tests.mutants.fault import Fault, fault
 _TEST = "tests/engine/test_streams.py::"
 _LIFE = _TEST + "test_a_life_has_an_order[llama-W{}-stage{}-recompute-{}-acc1-1groups-adamw{}-prefetch-clip{}]"
 _LIFE_HOST = _LIFE.format(2, 3, "free", "-p=host-g=host-s=host-a=host", "-deferred")
-_LIFE_NVME = _LIFE.format(2, 3, "free", "-p=nvme-g=nvme-s=nvme-a=nvme", "-deferred")
 _LIFE_DEVICE = _LIFE.format(2, 3, "free", "", "-deferred")
 _LIFE_NOW = _LIFE.format(1, 3, "free", "-p=host-g=host-s=host-a=host", "")
 _LIFE_HOLD = _LIFE.format(2, 3, "hold", "-s=host", "-deferred")
