@@ -1,4 +1,4 @@
-"""The door: its commands, and that every fault of the user's is one screen, exit code 2 and no traceback."""
+"""The commands. An error of the user prints at most one screen, without a traceback, and exits with 2."""
 
 import json
 import math

@@ -40,7 +40,7 @@ def verdicts(facts: Probe, verdict: str) -> set[str]:
     return {each.name for each in judge(facts) if each.verdict == verdict}
 
 
-def test_a_good_v100_box() -> None:
+def test_a_good_v100_node() -> None:
     found = findings(recorded("v100_good"))
     assert {each.verdict for each in found.values()} == {"ok"}
     assert found["GPUs"].found == "8 x Tesla V100-SXM2-16GB, sm_70"
@@ -49,13 +49,13 @@ def test_a_good_v100_box() -> None:
     assert "writes 2.1 GB/s, reads 3.9 GB/s" in found["NVMe"].found
 
 
-def test_a_v100_box_with_the_default_wheel() -> None:
+def test_a_v100_node_with_the_default_wheel() -> None:
     found = findings(recorded("v100_wrong_wheel"))
     assert {name for name, each in found.items() if each.verdict != "ok"} == {"torch"}
     torch_ = found["torch"]
     assert torch_.verdict == "fail"
     assert "computes on 0 of 8 GPUs: CUDA error: no kernel image" in torch_.found
-    assert torch_.mend == 'pip install "torch==2.13.*" --index-url https://download.pytorch.org/whl/cu126'
+    assert torch_.fix == 'pip install "torch==2.13.*" --index-url https://download.pytorch.org/whl/cu126'
 
 
 def test_an_h200() -> None:
@@ -69,11 +69,11 @@ def test_a_container() -> None:
     assert verdicts(recorded("container"), "warn") == {"links", "memory", "shared memory"}
     assert not verdicts(recorded("container"), "fail")
     assert found["memory"].found.startswith("32.0 of 128 GiB: limited by /sys/fs/cgroup")
-    assert "--shm-size" in found["shared memory"].mend
+    assert "--shm-size" in found["shared memory"].fix
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "verdict", "told"),
+    ("change", "name", "verdict", "said"),
     [
         ({"torch_cuda": None}, "torch", "fail", "built for the CPU: it cannot use GPUs"),
         ({"driver": "470.82"}, "driver", "fail", "too old for CUDA 12.6, which needs R525"),
@@ -85,11 +85,11 @@ def test_a_container() -> None:
         ({"linked_pairs": 0}, "links", "warn", "no NVLink"),
     ],
 )
-def test_one_thing_wrong(change: dict, name: str, verdict: str, told: str) -> None:
+def test_one_thing_wrong(change: dict, name: str, verdict: str, said: str) -> None:
     facts = replace(recorded("v100_good"), **change)
     found = [each for each in judge(facts) if each.name == name and each.verdict == verdict]
     assert found, findings(facts)
-    assert told in found[0].found
+    assert said in found[0].found
 
 
 def test_versions_are_compared_with_what_the_package_asks_for() -> None:
@@ -97,7 +97,7 @@ def test_versions_are_compared_with_what_the_package_asks_for() -> None:
     good = recorded("v100_good")
     facts = replace(good, versions={**good.versions, "torch": "2.16.0", "peft": None})
     found = findings(facts)
-    assert found["peft"].mend.startswith('pip install "peft')
+    assert found["peft"].fix.startswith('pip install "peft')
     assert any(each.name == "torch" and "2.16.0; ftkit is tested with" in each.found for each in judge(facts))
     old = replace(good, versions={**good.versions, "torch": "2.9.1+cu126"})
     assert any("ftkit is tested with <2.15,>=2.10" in each.found for each in judge(old))
@@ -121,10 +121,10 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_the_command() -> None:
     ran = CliRunner().invoke(app, ["doctor", "--json"])
-    told = json.loads(ran.stdout)
-    failed = [each for each in told["findings"] if each["verdict"] == "fail"]
+    said = json.loads(ran.stdout)
+    failed = [each for each in said["findings"] if each["verdict"] == "fail"]
     assert ran.exit_code == bool(failed)
-    assert read(told["probe"]).versions["torch"]
+    assert read(said["probe"]).versions["torch"]
     shown = CliRunner().invoke(app, ["doctor"])
     assert "GPUs" in shown.stdout
 

@@ -40,7 +40,7 @@ class Finding:
     name: str
     verdict: Verdict
     found: str
-    mend: str = ""  # command or step that fixes it
+    fix: str = ""  # command or step that fixes it
 
 
 def judge(facts: Probe) -> list[Finding]:
@@ -53,9 +53,9 @@ def show(findings: list[Finding], console: Console) -> None:
     """Print a table, and the number of failures and warnings."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for each in findings:
-        mend = f"\n[dim]-> {literal(each.mend)}[/]" if each.mend else ""
+        fix = f"\n[dim]-> {literal(each.fix)}[/]" if each.fix else ""
         verdict = f"[{COLOURS[each.verdict]}]{each.verdict}[/]"
-        table.add_row(verdict, f"[bold]{each.name}[/]", literal(each.found) + mend)
+        table.add_row(verdict, f"[bold]{each.name}[/]", literal(each.found) + fix)
     console.print(table)
     failed, warned = (sum(each.verdict == verdict for each in findings) for verdict in ("fail", "warn"))
     console.print(f"{counted(failed, 'failure')}, {counted(warned, 'warning')}")
@@ -63,8 +63,8 @@ def show(findings: list[Finding], console: Console) -> None:
 
 def _gpus(facts: Probe) -> Iterator[Finding]:
     if facts.driver_error is not None:
-        mend = "reload or reinstall the driver, or reboot; for V100s, R580 is the last branch"
-        yield Finding("GPUs", "fail", f"NVIDIA driver: {facts.driver_error}", mend)
+        fix = "reload or reinstall the driver, or reboot; for V100s, R580 is the last branch"
+        yield Finding("GPUs", "fail", f"NVIDIA driver: {facts.driver_error}", fix)
     elif not facts.gpus:
         yield Finding("GPUs", "warn", "none: ftkit computes on the CPU, for trials and tests")
     else:
@@ -83,9 +83,9 @@ def _torch(facts: Probe) -> Iterator[Finding]:
     elif facts.torch_gpus < len(facts.gpus):
         reason = f": {facts.torch_error}" if facts.torch_error else ""
         found = f"{built}, computes on {facts.torch_gpus} of {counted(len(facts.gpus), 'GPU')}{reason}"
-        mend = "unset CUDA_VISIBLE_DEVICES; reboot if the driver was updated"
-        mend = _wheel(facts) if "no kernel image" in reason else mend
-        yield Finding("torch", "warn" if facts.torch_gpus else "fail", found, mend)
+        fix = "unset CUDA_VISIBLE_DEVICES; reboot if the driver was updated"
+        fix = _wheel(facts) if "no kernel image" in reason else fix
+        yield Finding("torch", "warn" if facts.torch_gpus else "fail", found, fix)
     else:
         yield Finding("torch", "ok", built)
 
@@ -98,9 +98,9 @@ def _driver(facts: Probe) -> Iterator[Finding]:
     if branch >= needed:
         yield Finding("driver", "ok", facts.driver)
         return
-    mend = TORCH_FOR_VOLTA if branch >= CUDA_DRIVERS[12] else f"install a driver of branch R{needed} or later"
+    fix = TORCH_FOR_VOLTA if branch >= CUDA_DRIVERS[12] else f"install a driver of branch R{needed} or later"
     found = f"{facts.driver} is too old for CUDA {facts.torch_cuda}, which needs R{needed}"
-    yield Finding("driver", "fail", found, mend)
+    yield Finding("driver", "fail", found, fix)
 
 
 def _links(facts: Probe) -> Iterator[Finding]:
@@ -148,8 +148,8 @@ def _nvme(facts: Probe) -> Iterator[Finding]:
     found = f"{drive['path']} ({drive['filesystem']}): writes {write / 1e9:.1f} GB/s, reads {read / 1e9:.1f} GB/s, "
     found += f"{drive['free_bytes'] / 1e9:.0f} GB free"
     if not drive["direct"]:
-        mend = "name a folder on ext4 or xfs of a local drive"
-        yield Finding("NVMe", "warn", f"{found}; no O_DIRECT, so its page cache competes for memory", mend)
+        fix = "name a folder on ext4 or xfs of a local drive"
+        yield Finding("NVMe", "warn", f"{found}; no O_DIRECT, so its page cache competes for memory", fix)
     elif min(write, read) < SLOW_NVME:
         yield Finding("NVMe", "warn", f"{found}: below 1 GB/s, steps wait for it", "name a folder on a local NVMe drive")
     else:
@@ -160,11 +160,11 @@ def _versions(facts: Probe) -> Iterator[Finding]:
     wrong = []
     for requirement in required():
         name, version = requirement.name, facts.versions.get(requirement.name, "")
-        mend = _wheel(facts) if name == "torch" else f'pip install "{name}{requirement.specifier}"'
+        fix = _wheel(facts) if name == "torch" else f'pip install "{name}{requirement.specifier}"'
         if version is None:
-            wrong.append(Finding(name, "fail", "not installed", mend))
+            wrong.append(Finding(name, "fail", "not installed", fix))
         elif version and not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(Finding(name, "fail", f"{version}; ftkit is tested with {requirement.specifier}", mend))
+            wrong.append(Finding(name, "fail", f"{version}; ftkit is tested with {requirement.specifier}", fix))
     yield from wrong
     if not wrong:
         found = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version is not None)

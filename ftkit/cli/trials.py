@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import transformers
 import xxhash
-from rich.console import Console
 from torch import Tensor, nn
 
+from ftkit.cli.options import say
 from ftkit.config.recipe import Recipe
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
@@ -97,7 +97,6 @@ class NotingTrainer(RecipeTrainer):
 
 def run_trials(stop: Stop, trials: Sequence[Trial]) -> list[Trajectory]:
     """Run trials of equal ranks one after the other. A stock one follows one on one rank, and takes its first values."""
-    say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=stop.rank > 0)
     found: list[Trajectory] = []
     first: dict[str, Tensor] = {}
     for trial in trials:
@@ -106,7 +105,8 @@ def run_trials(stop: Stop, trials: Sequence[Trial]) -> list[Trajectory]:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        say.print(f"  {trial.name}: {found[-1].problem or f'{time.perf_counter() - began:.1f} s'}")
+        if stop.rank == 0:
+            say(f"  {trial.name}: {found[-1].problem or f'{time.perf_counter() - began:.1f} s'}")
     return found
 
 
@@ -127,9 +127,8 @@ def run_one(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
     trainer.trial = trial
     checkpoint = None
     if trial.resumes is not None:
-        quiet = Console(quiet=True)
         found = [str(path) for path in RunFolder(Path(trial.resumes)).checkpoints()[::-1]]
-        checkpoint = first_whole(found, Communicator(arguments.device), quiet.print)
+        checkpoint = first_whole(found, Communicator(arguments.device), say)
         if checkpoint is None:
             raise UserError(f"{trial.resumes}: the killed run left no checkpoint")
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -715,7 +715,7 @@ FAULTS = (
         "ftkit/cli/doctor.py",
         "    elif facts.torch_gpus < len(facts.gpus):",
         "    elif False:",
-        "tests/test_doctor.py::test_a_v100_box_with_the_default_wheel",
+        "tests/test_doctor.py::test_a_v100_node_with_the_default_wheel",
     ),
     _fault(
         "a step's overflow is laid to the first unit that it reached last",
