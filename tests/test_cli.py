@@ -58,7 +58,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def places(tmp_path, base):
-    """Return a way to write a recipe for the small model and some rows, with changes."""
+    """Return a function that writes a recipe for the small model and some rows, with changes."""
     rows = write_rows(tmp_path / "rows.jsonl", 8)
 
     def write(**changes):
@@ -206,8 +206,8 @@ def test_dry_run(capsys, places):
 
 
 def test_what_a_user_should_know_before_the_first_step(capsys, places, base, tmp_path):
-    told = ["--set", "train.batch_tokens=96", "--set", "optimizer.warmup_steps=2"]
-    assert leave("finetune", places(), "--dry-run", "--nproc", "1", *told) == 0
+    changes = ["--set", "train.batch_tokens=96", "--set", "optimizer.warmup_steps=2"]
+    assert leave("finetune", places(), "--dry-run", "--nproc", "1", *changes) == 0
     said = capsys.readouterr().out
     assert "2 of 8 sequences left over in each epoch: a step takes 3" in said
     assert "warning: optimizer.warmup_steps is 2 and the run has 2 steps" in said
@@ -241,19 +241,19 @@ def test_faults_of_the_data(capsys, places, tmp_path):
 
 
 def test_faults_that_show_with_the_model(capsys, places, base, tmp_path):
-    def told(*settings):
+    def refused(*settings):
         return refusal(capsys, "finetune", places(), "--dry-run", *(w for each in settings for w in ("--set", each)))
 
-    assert "'no_such_module' matches no module of LlamaForCausalLM" in told("adapter.targets=[no_such_module]")
+    assert "'no_such_module' matches no module of LlamaForCausalLM" in refused("adapter.targets=[no_such_module]")
     shutil.copytree(base, tmp_path / "other")
     other = PreTrainedTokenizerFast.from_pretrained(tmp_path / "other")
     other.add_tokens([f"word{number}" for number in range(20)])
     other.save_pretrained(tmp_path / "other")
-    words = told(f"model.tokenizer={tmp_path / 'other'}")
+    words = refused(f"model.tokenizer={tmp_path / 'other'}")
     assert f"the tokenizer has {len(other)} tokens and the model embeddings for {len(other) - 20}" in words
     config = "{model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 2, n_positions: 16, vocab_size: 300}"
     scratch = ["model.name=null", f"model.tokenizer={base}", f"model.config={config}"]
-    assert "data.sequence_tokens is 32 and the model has 16 positions" in told(*scratch)
+    assert "data.sequence_tokens is 32 and the model has 16 positions" in refused(*scratch)
 
 
 def test_a_batch_that_cannot_be_divided(capsys, places):

@@ -97,8 +97,15 @@ def runner(worlds, fault="none"):
 def test_a_sound_engine_passes(home, worlds, tmp_path):
     said = []
     found = verify(facts_of(home, "v"), 2, 3, tmp_path / "verify", runner(worlds), steps=STEPS, say=said.append)
-    told = {each.name: each for each in found}
-    assert set(told) >= {PLANNED, STOCK, "1 rank", "3 ranks", "shards on NVMe, deferred update", "killed, resumed on 1 rank"}
+    named = {each.name: each for each in found}
+    assert set(named) >= {
+        PLANNED,
+        STOCK,
+        "1 rank",
+        "3 ranks",
+        "shards on NVMe, deferred update",
+        "killed, resumed on 1 rank",
+    }
     assert [each for each in found if each.passed is not True] == []
     assert all(each.steps == STEPS for each in found)
     assert all(each.loss < 1e-5 for each in found if each.loss is not None)
