@@ -22,7 +22,7 @@ from ftkit.report.text import literal
 
 
 class Dtype(str, Enum):
-    """Dtypes."""
+    """Dtypes of weights and arithmetic."""
 
     fp32 = "fp32"
     bf16 = "bf16"
