@@ -1,11 +1,8 @@
 """Host memory that is left before the kernel's OOM killer acts: of the machine, and of each cgroup above this process.
 
 The kernel acts when one of several limits is reached: of a container, a Slurm step, a systemd slice, or the machine. The
-tightest limit need not be the nearest. `HostMemory.find` looks up the cgroups once (v2: `memory.max`, v1:
-`memory.limit_in_bytes`), and `read` reads each. Memory that the kernel can reclaim at once does not count as used: file
-cache, and in v2 reclaimable slabs. For the machine that is MemAvailable. Swap is ignored.
-
-A missing or strange file means that there is no such limit. Cost: a few small files per reading, about 0.1 ms.
+tightest limit need not be the nearest. Memory that the kernel can reclaim at once does not count as used: file cache, and in
+cgroup v2 reclaimable slabs. For the machine that is MemAvailable. Swap is ignored. A missing file means no limit.
 """
 
 from __future__ import annotations
@@ -105,11 +102,8 @@ def _read_group(folder: Path, names: Names) -> Reading | None:
 
 def _read_machine(path: Path) -> Reading | None:
     """Return the machine's total and used memory, or None if the kernel does not report them."""
-    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _text(path), re.MULTILINE))
-    if len(found) < 2:
-        return None
-    total, available = 1024 * int(found["MemTotal"]), 1024 * int(found["MemAvailable"])
-    return Reading(MACHINE, total, total - available) if total else None
+    found = {name: 1024 * int(kib) for name, kib in re.findall(r"(?m)^(MemTotal|MemAvailable):\s+(\d+) kB", _text(path))}
+    return Reading(MACHINE, found["MemTotal"], found["MemTotal"] - found["MemAvailable"]) if len(found) == 2 else None
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, Names]]:
@@ -125,7 +119,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, Names]]:
             continue
         for number, controllers, path in own:
             if number == "0" if names is V2 else "memory" in controllers.split(","):
-                for folder in _above(root / _unescaped(fields[4]).lstrip("/"), _unescaped(fields[3]), path):
+                for folder in _above(root / fields[4].lstrip("/"), fields[3], path):
                     yield folder, names
 
 
@@ -137,10 +131,6 @@ def _above(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
     else:  # a container sees its own group as the root, but reads the path that it has outside
         inside = PurePosixPath()
     yield from (mount / each for each in (inside, *inside.parents) if (mount / each).is_dir())
-
-
-def _unescaped(field: str) -> str:
-    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _text(path: Path) -> str:

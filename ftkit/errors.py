@@ -1,11 +1,9 @@
 """Errors whose text is shown to the user, and exit codes.
 
-A `UserError` means that the user can correct the input: a recipe, a row, a folder, a machine that is too small. The command
-prints its text and exits with its code. It is a `ValueError`, so code that uses ftkit as a library can catch it without this
-module. `RankError` and `StoppedError` end a run that a rank or the user ended. Any other error is a fault of ftkit: the
-command writes its traceback to a file.
+A command prints the text of a `UserError` and exits with its code. `RankError` and `StoppedError` end a run that a rank or
+the user ended. Any other error is an error in ftkit: the command prints its traceback.
 
-An error's text states what was found, what was needed and what to change. No caller adds to it.
+A text states what was found, what was needed and what to change. No caller adds to it.
 """
 
 from __future__ import annotations
@@ -16,15 +14,14 @@ RESUME_ME = 75
 """Exit code of a run that ended early, on request or by the memory guard, with a checkpoint: sysexits' EX_TEMPFAIL."""
 NOTHING_SAVED = 71
 """Exit code of a run that the memory guard ended before it had saved anything: sysexits' EX_OSERR."""
-
 DIVERGED = 65
 """Exit code of a run that ended because its loss went wrong: sysexits' EX_DATAERR."""
 UNEXPECTED = 70
-"""Exit code of a command that failed on a fault of ftkit: sysexits' EX_SOFTWARE."""
+"""Exit code of a command that failed on an error in ftkit: sysexits' EX_SOFTWARE."""
 
 
 class UserError(ValueError):
-    """Input that the user can correct; the text says what was found, what was needed and what to change."""
+    """Input that the user can correct: a recipe, a row, a folder, a machine that is too small."""
 
     exit_code = 2
 

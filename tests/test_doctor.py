@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,14 +25,7 @@ PROBES = Path(__file__).parent / "probes"
 def read(facts: dict[str, Any]) -> Probe:
     """Return a probe from its JSON."""
     gpus = tuple(Gpu(**each) for each in facts["gpus"])
-    return Probe(
-        **{
-            **facts,
-            "arch_list": tuple(facts["arch_list"]),
-            "gpus": gpus,
-            "cgroup": facts["cgroup"] and tuple(facts["cgroup"]),
-        }
-    )
+    return Probe(**{**facts, "gpus": gpus, "cgroup": facts["cgroup"] and tuple(facts["cgroup"])})
 
 
 def recorded(name: str) -> Probe:
@@ -48,22 +40,22 @@ def verdicts(facts: Probe, verdict: str) -> set[str]:
     return {each.name for each in judge(facts) if each.verdict == verdict}
 
 
-def test_a_good_v100_box() -> None:
+def test_a_good_v100_node() -> None:
     found = findings(recorded("v100_good"))
     assert {each.verdict for each in found.values()} == {"ok"}
-    assert found["GPUs"].found == "8 x Tesla V100-SXM2-16GB, 16 GiB, compute capability 7.0"
-    assert found["torch"].found == "torch 2.13.0+cu126, CUDA 12.6, has kernels for sm_70"
+    assert found["GPUs"].found == "8 x Tesla V100-SXM2-16GB, sm_70"
+    assert found["torch"].found == "2.13.0+cu126, built for CUDA 12.6"
     assert found["links"].found == "NVLink between 16 of 28 pairs of GPUs"
     assert "writes 2.1 GB/s, reads 3.9 GB/s" in found["NVMe"].found
 
 
-def test_a_v100_box_with_the_default_wheel() -> None:
+def test_a_v100_node_with_the_default_wheel() -> None:
     found = findings(recorded("v100_wrong_wheel"))
     assert {name for name, each in found.items() if each.verdict != "ok"} == {"torch"}
     torch_ = found["torch"]
     assert torch_.verdict == "fail"
-    assert "has no kernels for sm_70 (it has sm_75 sm_80" in torch_.found
-    assert torch_.mend == 'pip install "torch==2.13.*" --index-url https://download.pytorch.org/whl/cu126'
+    assert "computes on 0 of 8 GPUs: CUDA error: no kernel image" in torch_.found
+    assert torch_.fix == 'pip install "torch==2.13.*" --index-url https://download.pytorch.org/whl/cu126'
 
 
 def test_an_h200() -> None:
@@ -77,43 +69,27 @@ def test_a_container() -> None:
     assert verdicts(recorded("container"), "warn") == {"links", "memory", "shared memory"}
     assert not verdicts(recorded("container"), "fail")
     assert found["memory"].found.startswith("32.0 of 128 GiB: limited by /sys/fs/cgroup")
-    assert "--shm-size" in found["shared memory"].mend
+    assert "--shm-size" in found["shared memory"].fix
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "verdict", "told"),
+    ("change", "name", "verdict", "said"),
     [
-        ({"torch_cuda": None}, "torch", "fail", "is built for the CPU"),
-        ({"driver": "595.10"}, "driver", "fail", "the last for V100s is R580"),
+        ({"torch_cuda": None}, "torch", "fail", "built for the CPU: it cannot use GPUs"),
         ({"driver": "470.82"}, "driver", "fail", "too old for CUDA 12.6, which needs R525"),
-        ({"torch_gpus": 4}, "torch", "warn", "opens 4 of 8 GPUs"),
-        ({"torch_gpus": 0, "torch_error": "no device"}, "torch", "fail", "opens 0 of 8 GPUs: no device"),
-        ({"torch_gpus": 0, "visible": ""}, "torch", "fail", "opens 0 of 8 GPUs (CUDA_VISIBLE_DEVICES is '')"),
+        ({"torch_gpus": 4}, "torch", "warn", "computes on 4 of 8 GPUs"),
+        ({"torch_gpus": 0, "torch_error": "no device"}, "torch", "fail", "computes on 0 of 8 GPUs: no device"),
         ({"gpus": (), "torch_gpus": 0, "driver_error": "Driver/library version mismatch"}, "GPUs", "fail", "mismatch"),
         ({"triton_error": "ptxas fatal"}, "Triton", "fail", "cannot compile for sm_70 (ptxas fatal); Triton 3.4 to 3.9 can"),
         ({"compiler": None}, "Triton", "fail", "needs a C compiler"),
         ({"linked_pairs": 0}, "links", "warn", "no NVLink"),
-        ({"nvme": {"path": "/x", "error": "/x is not a folder"}}, "NVMe", "fail", "/x is not a folder"),
     ],
 )
-def test_one_thing_wrong(change: dict, name: str, verdict: str, told: str) -> None:
+def test_one_thing_wrong(change: dict, name: str, verdict: str, said: str) -> None:
     facts = replace(recorded("v100_good"), **change)
     found = [each for each in judge(facts) if each.name == name and each.verdict == verdict]
     assert found, findings(facts)
-    assert told in found[0].found
-
-
-def test_kernels_for_a_newer_minor_version_and_by_ptx() -> None:
-    good = recorded("h200")
-    for arch_list, capability, verdict in [
-        (("sm_80",), 86, "ok"),
-        (("sm_86",), 80, "fail"),
-        (("sm_80", "compute_80"), 90, "ok"),
-        (("sm_90a",), 90, "ok"),
-        (("sm_75",), 70, "fail"),
-    ]:
-        facts = replace(good, arch_list=arch_list, gpus=(Gpu("a card", 16384, capability),))
-        assert findings(facts)["torch"].verdict == verdict, (arch_list, capability)
+    assert said in found[0].found
 
 
 def test_versions_are_compared_with_what_the_package_asks_for() -> None:
@@ -121,7 +97,7 @@ def test_versions_are_compared_with_what_the_package_asks_for() -> None:
     good = recorded("v100_good")
     facts = replace(good, versions={**good.versions, "torch": "2.16.0", "peft": None})
     found = findings(facts)
-    assert found["peft"].mend.startswith('pip install "peft')
+    assert found["peft"].fix.startswith('pip install "peft')
     assert any(each.name == "torch" and "2.16.0; ftkit is tested with" in each.found for each in judge(facts))
     old = replace(good, versions={**good.versions, "torch": "2.9.1+cu126"})
     assert any("ftkit is tested with <2.15,>=2.10" in each.found for each in judge(old))
@@ -145,16 +121,18 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_the_command() -> None:
     ran = CliRunner().invoke(app, ["doctor", "--json"])
-    told = json.loads(ran.stdout)
-    failed = [each for each in told["findings"] if each["verdict"] == "fail"]
+    said = json.loads(ran.stdout)
+    failed = [each for each in said["findings"] if each["verdict"] == "fail"]
     assert ran.exit_code == bool(failed)
-    assert read(told["probe"]).versions["torch"]
+    assert read(said["probe"]).versions["torch"]
     shown = CliRunner().invoke(app, ["doctor"])
     assert "GPUs" in shown.stdout
 
 
 class Driver:
-    """A driver of two linked GPUs, the second of which shares the host's memory."""
+    """A driver of two linked GPUs."""
+
+    count = 2
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pynvml, name)
@@ -163,18 +141,13 @@ class Driver:
         pass
 
     def nvmlDeviceGetCount(self) -> int:
-        return 2
+        return self.count
 
     def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
         return number
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return ("Tesla V100-SXM2-16GB", "NVIDIA GB10")[handle]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        if handle:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return SimpleNamespace(total=16384 << 20)
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
         return ((7, 0), (12, 1))[handle]
@@ -189,8 +162,10 @@ class Driver:
 
 def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftkit.cli.probe.pynvml", Driver())
-    gpus = (Gpu("Tesla V100-SXM2-16GB", 16384, 70), Gpu("NVIDIA GB10", 0, 121))
+    gpus = (Gpu("Tesla V100-SXM2-16GB", 70), Gpu("NVIDIA GB10", 121))
     assert _driver() == {"gpus": gpus, "driver": "580.95.05", "linked_pairs": 1}
+    monkeypatch.setattr(Driver, "count", 0)
+    assert _driver() == {"driver_error": "580.95.05 finds no GPU"}
     broken = pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
     monkeypatch.setattr(Driver, "nvmlInit", mock.Mock(side_effect=broken))
     assert "mismatch" in _driver()["driver_error"].lower()

@@ -97,8 +97,15 @@ def runner(worlds, fault="none"):
 def test_a_sound_engine_passes(home, worlds, tmp_path):
     said = []
     found = verify(facts_of(home, "v"), 2, 3, tmp_path / "verify", runner(worlds), steps=STEPS, say=said.append)
-    told = {each.name: each for each in found}
-    assert set(told) >= {PLANNED, STOCK, "1 rank", "3 ranks", "shards on NVMe, deferred update", "killed, resumed on 1 rank"}
+    named = {each.name: each for each in found}
+    assert set(named) >= {
+        PLANNED,
+        STOCK,
+        "1 rank",
+        "3 ranks",
+        "shards on NVMe, deferred update",
+        "killed, resumed on 1 rank",
+    }
     assert [each for each in found if each.passed is not True] == []
     assert all(each.steps == STEPS for each in found)
     assert all(each.loss < 1e-5 for each in found if each.loss is not None)
@@ -124,9 +131,14 @@ def test_a_planted_fault_is_caught(fault, home, worlds, tmp_path):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("sections", [{"adapter": {"rank": 4}}, {"train": {"batch_tokens": 192, "dtype": "bf16"}}])
-def test_adapters_and_narrow_dtypes_are_compared_with_stock(sections, home, worlds, tmp_path):
+@pytest.mark.parametrize(
+    "sections", [{"adapter": {"rank": 4}}, {"train": {"batch_tokens": 192, "dtype": "bf16"}}, {"model": "new"}]
+)
+def test_adapters_narrow_dtypes_and_new_models_are_compared_with_stock(sections, home, worlds, tmp_path):
     wanted = (PLANNED, STOCK, "1 rank")
+    if "model" in sections:
+        config = json.loads((home / "base" / "config.json").read_text())
+        sections = {"model": {"name": None, "tokenizer": str(home / "base"), "config": config}}
     trials = [each for each in trials_of(facts_of(home, "v", **sections), 2, 3, tmp_path, STEPS) if each.name in wanted]
     run = runner(worlds)
     dtype = "bf16" if "train" in sections else "fp32"

@@ -6,21 +6,17 @@ are runs ended early, with and without a checkpoint; 65 is a diverged loss (`ftk
 
 from __future__ import annotations
 
-import io
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from ftkit.cli import models, planning, recipes, training
-from ftkit.cli.doctor import doctor
 from ftkit.errors import UNEXPECTED, RankError, StoppedError, UserError
 from ftkit.report.text import literal
 
@@ -40,7 +36,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": models.export,
     "report": training.report,
     "verify": training.verify,
-    "doctor": doctor,
+    "doctor": planning.doctor,
     "measure": planning.measure,
 }
 for name, command in COMMANDS.items():
@@ -68,9 +64,6 @@ def ftkit(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code. `arguments` defaults to those of the process."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files may not be UTF-8
     try:
         app(arguments, prog_name="ftkit")
     except UserError as error:
@@ -81,23 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
         _leave(str(error) or "ended", 130)
     except OSError as error:  # a full disk, a folder without permission, a failing drive
         _leave(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 2)
-    except MemoryError:
-        _leave("this process is out of memory: free some memory of the node, or use a smaller model", 2)
-    except Exception as error:
-        _leave(_unexpected(error), UNEXPECTED)
-
-
-def _unexpected(error: Exception) -> str:
-    """Return the message for an error in ftkit. Its traceback goes to a file."""
-    trace = "".join(traceback.format_exception(error))
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno}). This is an error in ftkit"
-    try:
-        with tempfile.NamedTemporaryFile(prefix="ftkit-fault-", suffix=".txt", delete=False) as file:
-            file.write(trace.encode(errors="backslashreplace"))
-    except OSError:
-        return f"{text}; please report it:\n{trace}"
-    return f"{text}; please report it with {file.name}"
+    except Exception:
+        traceback.print_exc()
+        _leave("this is an error in ftkit; please report it with the traceback above", UNEXPECTED)
 
 
 def _leave(text: str, code: int) -> None:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from ftkit.config.wording import counted
@@ -31,14 +30,12 @@ from ftkit.engine.comm.communicator import GROUP_TIMEOUT, Communicator
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.launch.ranks import Stop
-from ftkit.output.run_folder import write
 from ftkit.plan.memory import GIB
 from ftkit.spec.update_rules import ADAMW
 
 HIDDEN = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 5120)}
-TOKENS = {"cpu": 512, "cuda": 4096}
-"""Tokens of a block's batch, in sequences of at most `SEQUENCE`."""
-SEQUENCE = 1024
+ROWS = {"cpu": (1, 512), "cuda": (4, 1024)}
+"""Sequences of a block's batch, and tokens of each."""
 LINK_NUMEL = 1 << 22
 ADAM_NUMEL = 1 << 23
 COPY_BYTES = 256 << 20
@@ -67,11 +64,10 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
     return rates
 
 
-def write_profile(path: Path, rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, ranks: int) -> None:
-    """Write the profile of this machine as YAML.
+def profile_text(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, ranks: int) -> str:
+    """Return the profile of this machine as YAML.
 
     Args:
-        path: File to write.
         rates: Result of `rank`.
         dtype: Compute dtype of the rates: fp32, bf16 or fp16.
         nvme: Result of `ftkit.cli.probe.measure_drive`. None if no drive was measured.
@@ -92,10 +88,7 @@ def write_profile(path: Path, rates: dict[str, Any], dtype: str, nvme: dict[str,
         "rates": rates,
     }
     header = f"# measured by ftkit measure with {counted(ranks, 'rank')}; for ftkit plan --hardware FILE"
-    write(path, f"{header}\n{yaml.safe_dump(found, sort_keys=False)}")
-
-
-# --- the figures
+    return f"{header}\n{yaml.safe_dump(found, sort_keys=False)}"
 
 
 def _timed(comm: Communicator, work: Callable[[], object]) -> float:
@@ -116,40 +109,29 @@ def _timed(comm: Communicator, work: Callable[[], object]) -> float:
 
 def _compute(hidden: int, comm: Communicator, dtype: torch.dtype) -> float:
     """Return operations per second of a block, recomputation included."""
-    inner = hidden * 8 // 3 // 32 * 32
     config = LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=inner,
+        intermediate_size=hidden * 8 // 3 // 32 * 32,
         num_hidden_layers=1,
-        num_attention_heads=max(hidden // 64, 1),
-        num_key_value_heads=max(hidden // 64, 1),
+        num_attention_heads=hidden // 64,
         vocab_size=8,
+        use_cache=False,
     )
     with torch.device(comm.device):
         model: Any = LlamaModel(config)
     model.to(dtype)
-    tokens = TOKENS[comm.device.type]
-    sequence = min(SEQUENCE, tokens)
-    rows = torch.zeros(tokens // sequence, sequence, dtype=torch.long, device=comm.device)
-    block: nn.Module = model.layers[0]
-    places = torch.arange(sequence, device=comm.device)[None]
-    given = model.embed_tokens(rows).detach()
-    turns = model.rotary_emb(given, places)
-
-    def call(states: Tensor) -> Tensor:
-        made = block(states, position_embeddings=turns)
-        return made if isinstance(made, Tensor) else made[0]
+    rows, tokens = ROWS[comm.device.type]
+    given = torch.randn(rows, tokens, hidden, dtype=dtype, device=comm.device, requires_grad=True)
 
     def once() -> None:
         with torch.no_grad():
-            call(given)
-        made = call(given.requires_grad_())
-        made.backward(torch.ones_like(made))
-        block.zero_grad()
+            model(inputs_embeds=given)
+        model(inputs_embeds=given).last_hidden_state.sum().backward()
+        model.zero_grad()
         given.grad = None
 
-    weights = sum(each.numel() for each in block.parameters())
-    forward = tokens * (2.0 * weights + 4.0 * sequence * hidden)
+    weights = sum(each.numel() for each in model.layers.parameters())
+    forward = rows * tokens * (2.0 * weights + 4.0 * tokens * hidden)
     return 4 * forward / _timed(comm, once)
 
 

@@ -108,10 +108,8 @@ def export(
 
     try:
         shard_bytes = convert_file_size_to_int(max_shard_size)
-        if shard_bytes <= 0:
-            raise ValueError
-    except (ValueError, OverflowError):
-        raise UserError(f"--max-shard-size: {max_shard_size!r} is not a size; write 500MB, 5GB or 5GiB") from None
+    except ValueError as error:
+        raise UserError(f"--max-shard-size: {error}") from None
     options: dict[str, Any] = {"dtype": dtype.value if dtype is not None else None, "shard_bytes": shard_bytes}
     options |= {"task": task.value, "trust_remote_code": trust_remote_code}
     if merge_adapter:

@@ -14,8 +14,10 @@ import typer
 from rich.console import Console
 
 from ftkit.config.recipe import Recipe
+from ftkit.config.wording import counted
 from ftkit.errors import UserError
 from ftkit.output.run_folder import plain, write
+from ftkit.plan.catalog import Hardware
 from ftkit.report.text import literal
 
 
@@ -79,31 +81,32 @@ def echo_json(value: Any) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that the user named with --out.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    try:
-        write(path, text)
-    except OSError as error:
-        raise UserError(f"--out: {path} cannot be written ({error.strerror}); name another file") from None
+    """Write a file that the user named, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, text)
 
 
-def rank_count(nproc: int | None, recipe: Recipe | None = None) -> int:
-    """Return the number of ranks to start on this machine: --nproc, else the recipe's, else one per GPU, or 1.
+def rank_count(nproc: int | None, recipe: Recipe | None = None, profile: Hardware | None = None) -> int:
+    """Return the number of ranks: --nproc, else the recipe's, else one per GPU of the profile or this machine, or 1.
 
     Raises:
         UserError: There are fewer GPUs.
     """
+    wanted = nproc or (recipe.ranks if recipe is not None and recipe.ranks != "auto" else 0)
+    if profile is not None:
+        gpus = profile.gpus * profile.nodes
+        ranks = wanted or gpus or profile.ranks or 1
+        if gpus and ranks > gpus:
+            has = counted(gpus, "GPU")
+            raise UserError(f"--hardware {profile.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
+        return ranks
     import torch
 
     from ftkit.launch import ranks as launch
 
     gpus = torch.cuda.device_count()
-    ranks = nproc or (recipe.ranks if recipe is not None and recipe.ranks != "auto" else max(1, gpus))
-    launch.check_ranks(ranks, gpus)
-    return ranks
+    launch.check_ranks(wanted or 1, gpus)
+    return wanted or max(1, gpus)
 
 
 def start_ranks(entry: str, arguments: tuple[Any, ...], ranks: int) -> Any:

@@ -1,8 +1,7 @@
-"""Commands before a run: `ftkit plan`, `ftkit init`, `ftkit data` and `ftkit measure`."""
+"""Commands before a run: `ftkit plan`, `init`, `data`, `doctor` and `measure`."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,11 +28,11 @@ from ftkit.cli.options import (
     start_ranks,
     write_file,
 )
-from ftkit.config.recipe import Recipe, load, packaged
+from ftkit.config.recipe import load, packaged
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
 from ftkit.output.run_folder import check_target
-from ftkit.plan.catalog import Hardware, find_hardware
+from ftkit.plan.catalog import find_hardware
 from ftkit.plan.plan import Plan
 from ftkit.plan.whatif import Answer, largest, what_if
 
@@ -62,20 +61,18 @@ def plan(
     A recipe that does not fit exits with 2 and names changes that would help.
     """
     profile = find_hardware(hardware) if hardware is not None else None
-    is_file = Path(recipe).expanduser().is_file() or recipe.endswith((".yaml", ".yml"))
-    is_recipe = is_file or recipe in packaged()
+    is_recipe = Path(recipe).expanduser().is_file() or recipe.endswith((".yaml", ".yml")) or recipe in packaged()
     if is_recipe:
         if lora:
             raise UserError("--lora is for a MODEL; in a recipe, add a section `adapter:`")
         facts = load(recipe, overrides)
-        ranks = rank_count(nproc, facts) if profile is None else ranks_of(profile, nproc, facts)
+        ranks = rank_count(nproc, facts, profile)
     else:
-        from ftkit.train.starter import find_config, starter
+        from ftkit.train.starter import starter
 
-        find_config(recipe)
         if overrides:
             raise UserError("--set is for a RECIPE; `ftkit init` writes the recipe of a model")
-        ranks = rank_count(nproc) if profile is None else ranks_of(profile, nproc)
+        ranks = rank_count(nproc, None, profile)
         facts = starter(recipe, ranks, hardware, lora=lora)
     if out is not None:
         check_target(out, "--out", ".html")
@@ -96,20 +93,6 @@ def plan(
         echo_json({**found, "what_if": [each.as_dict() for each in answers]} if wanted else found)
     else:
         _show_plan(made, epoch, answers, most=most)
-
-
-def ranks_of(profile: Hardware, nproc: int | None, recipe: Recipe | None = None) -> int:
-    """Return the ranks of a run on a hardware profile: --nproc, else the recipe's, else one per GPU, or 1.
-
-    Raises:
-        UserError: The profile has fewer GPUs.
-    """
-    gpus = profile.gpus * profile.nodes
-    ranks = nproc or (recipe.ranks if recipe is not None and recipe.ranks != "auto" else gpus or profile.ranks or 1)
-    if gpus and ranks > gpus:
-        has = counted(gpus, "GPU")
-        raise UserError(f"--hardware {profile.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
-    return ranks
 
 
 def _show_plan(made: Plan, epoch: dict[str, float] | None, answers: list[Answer], *, most: bool) -> None:
@@ -137,7 +120,7 @@ def init(
     if out.exists():
         raise UserError(f"--out: {out} exists already; name another file, or delete it")
     profile = find_hardware(hardware) if hardware is not None else None
-    ranks = rank_count(nproc) if profile is None else ranks_of(profile, nproc)
+    ranks = rank_count(nproc, None, profile)
     from ftkit.train.starter import fitting_starter
 
     with Console(stderr=True).status("planning …"):
@@ -156,14 +139,10 @@ def data(
     out: Page = None,
 ) -> None:
     """Show the rows of a recipe as tokens and labels, with warnings. The exit code is 2 if a run would refuse them."""
-    import datasets
-
     from ftkit.train.preview import preview
 
     if out is not None:
         check_target(out, "--out", ".html")
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()  # each tick would be a line of a log file
     found = preview(recipe, settings=overrides or (), rows=rows)
     if as_json:
         echo_json(asdict(found))
@@ -171,9 +150,22 @@ def data(
         found.show(screen())
     if out is not None:
         write_file(out, found.page())
-        say(f"written: {out}")
     if found.refused:
         raise typer.Exit(2)
+
+
+def doctor(nvme_dir: NvmeDir = None, as_json: Json = False) -> None:
+    """Check GPUs, driver, torch, Triton and host, and print fixes. The exit code is 1 if a check fails."""
+    from ftkit.cli.doctor import judge, show
+    from ftkit.cli.probe import probe
+
+    facts = probe(nvme_dir)
+    findings = judge(facts)
+    if as_json:
+        echo_json({"findings": [asdict(each) for each in findings], "probe": asdict(facts)})
+    else:
+        show(findings, screen())
+    raise typer.Exit(int(any(each.verdict == "fail" for each in findings)))
 
 
 def measure(
@@ -188,16 +180,13 @@ def measure(
     """
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out: {out} must end in .yaml: `ftkit plan --hardware` recognises a file by this ending")
-    check_target(out, "--out", ".yaml", ".yml")
     ranks = rank_count(nproc)
-    from ftkit.cli.measure import write_profile
+    from ftkit.cli.measure import profile_text
     from ftkit.cli.probe import measure_drive
     from ftkit.train.arguments import compute_dtype
 
     drive = None if nvme_dir is None else measure_drive(nvme_dir)
-    if drive is not None and "error" in drive:
-        raise UserError(f"--nvme-dir: {drive['error']}")
     wanted = compute_dtype(dtype.value if dtype is not None else "auto")
     rates = start_ranks("ftkit.cli.measure:rank", (wanted,), ranks)
-    write_profile(out, rates, wanted, drive, ranks)
+    write_file(out, profile_text(rates, wanted, drive, ranks))
     say(f"measured with {counted(ranks, 'rank')}: {out}")

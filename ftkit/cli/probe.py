@@ -1,9 +1,6 @@
 """The facts of a machine that `ftkit doctor` judges: GPUs, driver, torch, Triton, host, drive.
 
-A fact that cannot be read is stored as unknown, with its error. `ftkit doctor --json` prints the facts beside the findings;
-tests judge recorded ones.
-
-Cost: a few seconds; with a folder to measure, two more and 256 MiB written there.
+`ftkit doctor --json` prints the facts beside the findings. Tests judge recorded facts. Cost: a few seconds.
 """
 
 from __future__ import annotations
@@ -19,12 +16,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pynvml
-
-if TYPE_CHECKING:
-    from ftkit.engine.memory.disk import Disk
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "numba")
 VOLTA = 70
@@ -37,7 +31,6 @@ class Gpu:
     """One GPU, as the driver reports it."""
 
     name: str
-    memory_mib: int  # 0 if unknown
     capability: int  # 70 is compute capability 7.0
 
 
@@ -47,15 +40,13 @@ class Probe:
 
     gpus: tuple[Gpu, ...] = ()  # GPUs that the driver reports
     driver: str | None = None  # version of the driver
-    driver_error: str | None = None  # why the driver cannot be asked
+    driver_error: str | None = None  # why the driver reports no GPU
     linked_pairs: int = 0  # pairs of GPUs joined by NVLink
     torch_cuda: str | None = None  # CUDA version that torch was built with; None for a CPU build
-    arch_list: tuple[str, ...] = ()  # architectures that torch has kernels for
-    torch_gpus: int = 0  # GPUs that torch can open
-    torch_error: str | None = None  # why it opens none
+    torch_gpus: int = 0  # GPUs that torch computes on
+    torch_error: str | None = None  # why it does not on the next one
     triton_error: str | None = None  # why Triton cannot compile a kernel for sm_70
     compiler: str | None = None  # path of a C compiler, for Triton's launchers
-    visible: str | None = None  # CUDA_VISIBLE_DEVICES, if set
     python: str = ""
     memory_bytes: int = 0  # memory of the machine
     cgroup: tuple[str, int] | None = None  # tightest cgroup limit below that: folder, bytes
@@ -68,7 +59,6 @@ def probe(nvme_dir: Path | None = None) -> Probe:
     """Return the facts of this machine. The drive of `nvme_dir` is measured if it is given."""
     return Probe(
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))), None),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
         nvme=None if nvme_dir is None else measure_drive(nvme_dir),
@@ -83,9 +73,11 @@ def _driver() -> dict[str, Any]:
     """Return what the NVIDIA driver reports."""
     try:
         pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-        gpus = tuple(_gpu(handle) for handle in handles)
-        return {"gpus": gpus, "driver": pynvml.nvmlSystemGetDriverVersion(), "linked_pairs": _linked_pairs(handles)}
+        if not handles:
+            return {"driver_error": f"{driver} finds no GPU"}
+        return {"gpus": tuple(map(_gpu, handles)), "driver": driver, "linked_pairs": _linked_pairs(handles)}
     except pynvml.NVMLError_LibraryNotFound:
         return {}
     except pynvml.NVMLError as error:
@@ -93,12 +85,8 @@ def _driver() -> dict[str, Any]:
 
 
 def _gpu(handle: Any) -> Gpu:
-    try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total >> 20
-    except pynvml.NVMLError:  # GPUs that share the host's memory
-        memory = 0
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(pynvml.nvmlDeviceGetName(handle), memory, 10 * major + minor)
+    return Gpu(pynvml.nvmlDeviceGetName(handle), 10 * major + minor)
 
 
 def _linked_pairs(handles: list[Any]) -> int:
@@ -133,14 +121,14 @@ def _triton_error() -> str | None:
 
 
 def _torch() -> dict[str, Any]:
-    """Return the facts of torch and its GPUs."""
+    """Return the facts of torch, and on how many GPUs it computes."""
     import torch
 
-    found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "arch_list": tuple(torch.cuda.get_arch_list())}
+    found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "torch_gpus": 0}
     try:
-        found["torch_gpus"] = torch.cuda.device_count()
-        if found["torch_gpus"]:
-            torch.cuda.init()
+        for number in range(torch.cuda.device_count()):
+            torch.ones(1, device=f"cuda:{number}").item()
+            found["torch_gpus"] += 1
     except RuntimeError as error:
         found["torch_error"] = str(error).splitlines()[0]
     return found
@@ -161,37 +149,17 @@ def _host() -> dict[str, Any]:
 
 
 def measure_drive(folder: Path) -> dict[str, Any]:
-    """Measure the drive of a folder.
+    """Measure the drive of a folder by writing and reading a scratch file.
 
-    Returns:
-        path, filesystem, direct, free_bytes, write_bytes_per_s and read_bytes_per_s; or path and error.
+    Raises:
+        DiskError: The folder cannot be written.
     """
-    from ftkit.engine.memory.disk import Disk
-    from ftkit.engine.memory.flat_file import DiskError
-
-    try:
-        disk = Disk(folder, "doctor")
-        write, read = _disk_rates(disk)
-    except (DiskError, OSError) as error:
-        return {"path": str(folder), "error": str(error)}
-    found = {
-        "path": str(folder),
-        "filesystem": disk.filesystem,
-        "direct": disk.direct,
-        "free_bytes": shutil.disk_usage(folder).free,
-        "write_bytes_per_s": write,
-        "read_bytes_per_s": read,
-    }
-    disk.close()
-    return found
-
-
-def _disk_rates(disk: Disk) -> tuple[float, float]:
-    """Write and read a scratch file. Return the rates of writing and reading, bytes per second."""
     import torch
 
     from ftkit.engine.memory.arena import Arena
+    from ftkit.engine.memory.disk import Disk
 
+    disk = Disk(folder, "doctor")
     file = disk.file("measure", MEASURED_BYTES, torch.uint8)
     data = Arena(MEASURED_BYTES).take(MEASURED_BYTES, torch.uint8)
     data.view(torch.int64).random_()  # some drives compress
@@ -200,8 +168,15 @@ def _disk_rates(disk: Disk) -> tuple[float, float]:
         began = time.perf_counter()
         move(0, data).wait()
         seconds.append(time.perf_counter() - began)
-    file.path.unlink()
-    return MEASURED_BYTES / seconds[1], MEASURED_BYTES / seconds[2]
+    disk.close()
+    return {
+        "path": str(folder),
+        "filesystem": disk.filesystem,
+        "direct": disk.direct,
+        "free_bytes": shutil.disk_usage(folder).free,
+        "write_bytes_per_s": MEASURED_BYTES / seconds[1],
+        "read_bytes_per_s": MEASURED_BYTES / seconds[2],
+    }
 
 
 def _version(name: str) -> str | None:

@@ -6,7 +6,6 @@ The list is `index.json` beside the recipes. `make recipes` writes it with the r
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ftkit.cli.options import Json, RecipeName, echo_json
+from ftkit.cli.options import Json, RecipeName, echo_json, write_file
 from ftkit.config.recipe import find, packaged
 from ftkit.errors import UserError
 
@@ -28,8 +27,7 @@ def index() -> list[dict[str, Any]]:
     The numbers are None for a recipe that is not planned for a hardware profile.
     """
     folder = next(iter(packaged().values())).parent
-    found: list[dict[str, Any]] = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    return found
+    return json.loads((folder / "index.json").read_text(encoding="utf-8"))
 
 
 def list_recipes(as_json: Json = False) -> None:
@@ -69,8 +67,5 @@ def copy_recipe(
     path = path / source.name if path.is_dir() else path
     if path.exists():
         raise UserError(f"{path} exists already; name another file, or delete it")
-    try:
-        shutil.copyfile(source, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); name another file") from None
+    write_file(path, source.read_text(encoding="utf-8"))
     typer.echo(str(path))

@@ -1,18 +1,17 @@
 """`ftkit verify`: compare short runs of a recipe that must agree.
 
-The first steps of the recipe run as planned, with other micro-batches, on other numbers of ranks, with blocks recomputed or
-kept, with shards on other tiers, killed and resumed, and once with stock transformers if the model fits one process. Losses,
-gradient norms and samples of every step are compared with the stock run, or else with the planned one.
-
-Schedule and warm-up are replaced by the constant peak rate, so that a wrong update shows within a few steps. Trials that
-this machine cannot run are listed with the reason. Cost: minutes, and disk for two checkpoints.
+The first steps of the recipe run as planned, with other micro-batches, ranks, recomputation and tiers, killed and resumed,
+and with stock transformers if the model fits one process. Losses, gradient norms and samples of every step are compared with
+the stock run, or else with the planned one. The learning rate is the constant peak, so that a wrong update shows within a
+few steps. Cost: minutes, and disk for two checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ class Verdict:
     samples: bool | None  # whether each step had the same samples
     passed: bool | None  # None if the trial could not run
     note: str = ""
-    strategy: str = ""
 
 
 def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: int) -> list[Trial]:
@@ -79,7 +77,10 @@ def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: 
         if sequences % world == 0:
             own = changed(recipe, folder / f"resumed-{world}", steps, {})
             trials.append(Trial(name, own, world, resumes=str(killed)))
-    if fits_whole(recipe):
+    fp32 = recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": "fp32"})})  # as the stock model is
+    engine = {"stage": 0, **dict.fromkeys(KINDS, DEVICE), "activations": "keep"}
+    with suppress(DoesNotFit):
+        plan_recipe(changed(fp32, folder, steps, engine), 1)
         trials.append(Trial(STOCK, changed(recipe, folder / "stock", steps, {}), 1, stock=True))
     return trials
 
@@ -122,19 +123,6 @@ def changed(
     return Recipe.model_validate(facts, context={"check_files": False})
 
 
-def fits_whole(recipe: Recipe) -> bool:
-    """Return whether model, gradients and state fit one process in fp32."""
-    engine = {"stage": 0, "parameters": DEVICE, "gradients": DEVICE, "state": DEVICE, "activations": "keep"}
-    facts = recipe.model_dump()
-    facts["engine"] |= engine
-    facts["train"]["dtype"] = "fp32"
-    try:
-        plan_recipe(Recipe.model_validate(facts, context={"check_files": False}), 1)
-    except DoesNotFit:
-        return False
-    return True
-
-
 def verify(
     recipe: Recipe, ranks: int, most_ranks: int, folder: Path, run: Runner, *, steps: int, say: Callable[[str], None]
 ) -> list[Verdict]:
@@ -153,13 +141,10 @@ def verify(
     return verdicts(found, compute_dtype(recipe.train.dtype), steps)
 
 
-def groups(trials: Sequence[Trial]) -> Iterator[list[Trial]]:
-    """Yield trials that run in the same processes: the killed one first and alone, then those of equal ranks."""
-    if doomed := [trial for trial in trials if trial.killed_at is not None]:
-        yield doomed
-    rest = [trial for trial in trials if trial.killed_at is None]
-    for ranks in dict.fromkeys(trial.ranks for trial in rest):
-        yield [trial for trial in rest if trial.ranks == ranks]
+def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """Return trials that run in the same processes: the killed one alone, and those of equal ranks."""
+    keys = dict.fromkeys((trial.killed_at, trial.ranks) for trial in trials)
+    return [[trial for trial in trials if (trial.killed_at, trial.ranks) == key] for key in keys]
 
 
 def verdicts(found: Sequence[Trajectory], dtype: str, steps: int) -> list[Verdict]:
@@ -180,7 +165,7 @@ def _verdict(each: Trajectory, reference: Trajectory, tolerances: tuple[float, f
     loss, norm = _deviation(each.losses, reference.losses), _deviation(each.grad_norms, reference.grad_norms)
     samples = all(each.samples[step] == reference.samples.get(step) for step in each.samples)
     passed = loss <= tolerances[0] and norm <= tolerances[1] and samples and len(each.losses) == steps
-    return Verdict(each.name, len(each.losses), loss, norm, samples, passed, strategy=each.strategy)
+    return Verdict(each.name, len(each.losses), loss, norm, samples, passed)
 
 
 def _deviation(own: Sequence[float], other: Sequence[float]) -> float:

@@ -56,7 +56,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", str(checkpoint), "-o", str(tmp_path / "out"), "--max-shard-size", "large"])
     assert ended.value.code == 2
-    assert "--max-shard-size: 'large' is not a size" in capsys.readouterr().err
+    assert "--max-shard-size: `size` large is not in a valid format" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported_is_refused(checkpoint, tmp_path):
