@@ -196,18 +196,17 @@ class Ranks:
 
     def _finetune(self, facts: Recipe, folder: RunFolder, checkpoints: list[str]) -> Summary:
         """Run a recipe, draw it, and record its end."""
-        live, status = LiveRun(folder), "early"
+        live = LiveRun(folder)
         arguments = {"recipe": facts.model_dump(mode="json"), "checkpoints": checkpoints, "show": not in_jupyter()}
         try:
             answer = self._ask("finetune", live, **arguments)
             if "stopped" in answer:
                 raise Interrupted(in_notebook(answer["stopped"]))
-            status = "good"
         except (RankFailed, Refused, Interrupted) as error:
             note_end(folder, str(error))
             raise
         finally:
-            live.end(status)
+            live.end()
         return Summary(answer)
 
     def generate(

@@ -272,6 +272,19 @@ def check_target(path: Path, option: str, *suffixes: str) -> None:
         raise UserError(f"{option}: {path} exists and is not a {suffixes[0]} file; name another file")
 
 
+def write_named(path: Path, text: str) -> None:
+    """Write a file that the user named with --out, and make the folders above it.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, text)
+    except OSError as error:
+        raise UserError(f"--out: {path} cannot be written ({error.strerror}); name another file") from None
+
+
 def append_line(path: Path, record: Any) -> None:
     """Append a line of JSON to a file. A full disk costs the line, not the run."""
     try:
