@@ -267,7 +267,7 @@ class Ranks:
             return
         if errors[rank].ename == "KeyboardInterrupt":
             out_of_step = "If a sharded model was computing, the ranks may be out of step"
-            raise Interrupted(f"interrupted; the ranks keep their state. {out_of_step}: {self._way_out()}")
+            raise Interrupted(f"interrupted; the ranks keep their state. {out_of_step}: {self._advice()}")
         raise RankError(rank, f"rank {rank} raised {errors[rank].ename}: {errors[rank].evalue}")
 
     # --- requests
@@ -314,7 +314,7 @@ class Ranks:
                             raise self._loss(cluster)
                         if len(heard) > (verb != "join"):
                             self._kill()
-                            raise Interrupted(f"the ranks were ended at once; {self._way_out()}")
+                            raise Interrupted(f"the ranks were ended at once; {self._advice()}")
                         if heard and not is_asked:
                             is_asked = True
                             if not is_cell:
@@ -345,7 +345,7 @@ class Ranks:
         """Return the error of ranks that ended by themselves."""
         if not cluster.failures:
             return RankError(-1, f"ipyparallel's controller ended. {self._ended()}")
-        return explain(cluster.failures, cluster.pids, f"The others were ended; {self._way_out()}.")
+        return explain(cluster.failures, cluster.pids, f"The others were ended; {self._advice()}.")
 
     def _report_loss(self) -> None:
         """Report at once that a rank ended while no request runs. Called in a thread."""
@@ -353,12 +353,12 @@ class Ranks:
             print(self._loss(self._cluster), file=sys.stderr, flush=True)
 
     def _ended(self) -> str:
-        return f"The ranks were ended; {self._way_out()}."
+        return f"The ranks were ended; {self._advice()}."
 
     def _checkpoints(self) -> list[Path]:
         return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).checkpoints()[::-1]
 
-    def _way_out(self) -> str:
+    def _advice(self) -> str:
         if found := self._checkpoints():
             newest = f"{found[0].name} of {found[0].parent}"
             return f'ranks.restart() loads {newest}, and ranks.finetune(resume="auto") continues from it'

@@ -272,7 +272,7 @@ def check_target(path: Path, option: str, *suffixes: str) -> None:
         raise UserError(f"{option}: {path} exists and is not a {suffixes[0]} file; name another file")
 
 
-def write_named(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
     """Write a file that the user named with --out, and make the folders above it.
 
     Raises:

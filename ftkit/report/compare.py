@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ftkit.config import yaml_lines
-from ftkit.output.run_folder import write_named
+from ftkit.output.run_folder import write_file
 from ftkit.report.facts import Facts, read_run
 from ftkit.report.page import charts
 from ftkit.report.style import html
@@ -24,7 +24,7 @@ def compare(folders: Sequence[Path], out: Path) -> None:
     Raises:
         UserError: A path is no folder of a run, or the page cannot be written.
     """
-    write_named(out, render([(str(folder), read_run(folder)) for folder in dict.fromkeys(folders)]))
+    write_file(out, render([(str(folder), read_run(folder)) for folder in dict.fromkeys(folders)]))
 
 
 def render(runs: Sequence[tuple[str, Facts]]) -> str:

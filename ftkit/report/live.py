@@ -125,7 +125,7 @@ class RunReport(TrainerCallback):
             return
         try:
             work(*arguments)
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # of any kind: the run goes on
             self.broken = True
             self.say.print(literal(f"no more reports of this run: {type(error).__name__}: {error}"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from ftkit.config.wording import counted
-from ftkit.output.run_folder import RunFolder, write, write_json, write_named
+from ftkit.output.run_folder import RunFolder, write, write_file, write_json
 from ftkit.report.charts import Bar, Point, Series, line_chart, stacked_bars
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Facts, read, read_run
 from ftkit.report.style import html
@@ -39,7 +39,7 @@ def refresh(path: Path, out: Path | None = None) -> Path:
     """
     facts = read_run(path)
     target = out or facts.folder.report
-    write_named(target, render(facts))
+    write_file(target, render(facts))
     return target
 
 

@@ -972,8 +972,8 @@ FAULTS = (
     _fault(
         "a report that cannot be written ends the run",
         "ftkit/report/live.py",
-        "        except Exception as error:  # whatever",
-        "        except KeyError as error:  # whatever",
+        "        except Exception as error:  # of any kind",
+        "        except KeyError as error:  # of any kind",
         "tests/report/test_live.py::test_an_error_ends_the_report_and_not_the_run",
     ),
     _fault(
