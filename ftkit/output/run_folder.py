@@ -273,16 +273,9 @@ def check_target(path: Path, option: str, *suffixes: str) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that the user named with --out, and make the folders above it.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, text)
-    except OSError as error:
-        raise UserError(f"--out: {path} cannot be written ({error.strerror}); name another file") from None
+    """Write a file that the user named, and make the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def append_line(path: Path, record: Any) -> None:

@@ -22,7 +22,8 @@ def compare(folders: Sequence[Path], out: Path) -> None:
     """Write a page that compares the runs of some folders.
 
     Raises:
-        UserError: A path is no folder of a run, or the page cannot be written.
+        UserError: A path is no folder of a run.
+        OSError: The page cannot be written.
     """
     write_file(out, render([(str(folder), read_run(folder)) for folder in dict.fromkeys(folders)]))
 

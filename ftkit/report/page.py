@@ -35,7 +35,8 @@ def refresh(path: Path, out: Path | None = None) -> Path:
     """Write the report of a run's folder to `out`, or else to report.html in the folder. Return its path.
 
     Raises:
-        UserError: The path is no folder of a run, or the report cannot be written.
+        UserError: The path is no folder of a run.
+        OSError: The report cannot be written.
     """
     facts = read_run(path)
     target = out or facts.folder.report
