@@ -25,6 +25,10 @@ class UserError(ValueError):
 
     exit_code = 2
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows: the text without a traceback."""
+        return str(self).splitlines()
+
 
 class MemoryShort(UserError):
     """The memory guard ended the run before the kernel would have.
@@ -74,6 +78,7 @@ class RankError(RuntimeError):
 
     asked = False
     """Whether the user had asked the run to end before."""
+    _render_traceback_ = UserError._render_traceback_
 
     def __init__(self, rank: int, text: str):
         self.rank = rank

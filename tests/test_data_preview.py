@@ -122,7 +122,7 @@ def test_truncation_is_shown(recipe):
     assert "1 sample truncated: " in text
     assert "beyond sequence_tokens" in text
     assert "answer cut" in text
-    assert "sequence_tokens: 32" in found.page()
+    assert "before it is cut at 32" in found.page()
 
 
 def test_hostile_rows_stay_text(recipe, tmp_path):

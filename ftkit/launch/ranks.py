@@ -32,13 +32,13 @@ from multiprocessing import Pipe, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.multiprocessing import start_processes
 
 from ftkit.engine.memory.affinity import OWN_THREADS
 from ftkit.errors import RankError, StoppedError, UserError, refusal
+from ftkit.launch.children import kill_children
 from ftkit.launch.external import threads_per_rank
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -107,7 +107,7 @@ class Stop:
             else:  # not through sys.stderr, whose lock another thread may have; the whole text once
                 text = str(error) if self.rank == 0 else str(error).partition("\n")[0]
                 os.write(2, f"ftkit (rank {self.rank}): {text}\n".encode(errors="backslashreplace"))
-        _kill_children(os.getpid())
+        kill_children(os.getpid())
         os._exit(error.exit_code if isinstance(error, UserError) else 1)
 
 
@@ -240,17 +240,10 @@ def _kill(processes: Sequence[Any]) -> None:
     """End every live rank at once, with the processes that it started."""
     for process in processes:
         if process.is_alive():  # else its number may belong to another process by now
-            _kill_children(process.pid)
+            kill_children(process.pid)
             process.kill()
     for process in processes:
         process.join(timeout=10)  # a process that waits for a device or a network drive ends late
-
-
-def _kill_children(pid: int) -> None:
-    with suppress(psutil.Error):
-        for child in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                child.kill()
 
 
 def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], end: str = OTHERS_ENDED) -> Exception:

@@ -9,23 +9,21 @@ The cell magic `%%ranks` runs a cell on every rank of the variable `ranks`; `%%r
 `Ranks.start` defines it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftkit.notebook.failures import Interrupted, RankFailed, Refused
     from ftkit.notebook.ranks import Ranks
 
-_HOMES = {"Interrupted": "failures", "RankFailed": "failures", "Ranks": "ranks", "Refused": "failures"}
-
-__all__ = ["Interrupted", "RankFailed", "Ranks", "Refused"]
+__all__ = ["Ranks"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used. An engine imports this package too and needs none of them."""
-    if name not in _HOMES:
+    """Import `Ranks` when it is first used. The processes behind a notebook import this package without it."""
+    if name != "Ranks":
         raise AttributeError(f"module 'ftkit.notebook' has no attribute {name!r}")
-    return getattr(import_module(f"ftkit.notebook.{_HOMES[name]}"), name)
+    from ftkit.notebook.ranks import Ranks
+
+    return Ranks
 
 
 def load_ipython_extension(shell: Any) -> None:

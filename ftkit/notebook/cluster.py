@@ -25,9 +25,9 @@ from typing import Any
 
 import ipyparallel
 
+from ftkit.launch.children import kill_children
 from ftkit.launch.external import threads_per_rank
 from ftkit.launch.ranks import GRACE_SECONDS, POLL_SECONDS, Failure, environment, loopback_store
-from ftkit.notebook.process import kill_children
 
 START_SECONDS = 120
 STOP = signal.SIGUSR1

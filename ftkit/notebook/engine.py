@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +18,6 @@ from accelerate import PartialState
 from IPython.core.getipython import get_ipython
 
 from ftkit.config.recipe import Recipe
-from ftkit.data.prepare import prepare
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.generate.evaluation import evaluate
@@ -29,13 +29,6 @@ from ftkit.train.run import Job
 
 OF_A_RUN = ("model", "tokenizer", "trainer")
 """Names that a run leaves for the user's cells."""
-
-
-class NoBar(Bar):
-    """Show no progress: the kernel draws the curves."""
-
-    def show(self, record: dict[str, Any]) -> None:
-        """Show nothing."""
 
 
 class Session:
@@ -66,7 +59,7 @@ class Session:
 
     def finetune(self, recipe: dict[str, Any], checkpoints: list[str], show: bool) -> dict[str, Any]:
         """Train as a recipe says, and return the summary, or `stopped`. `show` prints the progress as text."""
-        job = self._begin(recipe, ProgressBar if show else lambda console: NoBar())
+        job = self._begin(recipe, ProgressBar if show else lambda console: Bar())  # else the kernel draws it
         try:
             return job.run(checkpoints)
         finally:
@@ -86,21 +79,14 @@ class Session:
             raise UserError("generate: there is no `tokenizer` on the ranks: make one in a cell")
         return generate(self._model("generate"), self.names["tokenizer"], prompts, **options)
 
-    def evaluate(self, path: str | None) -> dict[str, Any]:
-        """Return loss, perplexity and label tokens of the rows of a file, or of the held-out rows of the run."""
-        model, job = self._model("evaluate"), self.job
-        if job is None or job.parts is None:
-            raise UserError("evaluate: no recipe says how rows become tokens: train with ranks.finetune first")
-        rows = job.parts.rows.held_out
-        if path is not None:
-            data = job.recipe.data
-            named = {"path": path, "name": None, "split": "train", "format": "auto", "sources": (), "packing": False}
-            rows = prepare(data.model_copy(update=named), job.parts.tokenizer, task=job.recipe.task).train
-        if rows is None:
-            raise UserError("evaluate: the recipe holds no rows out (eval:), and no file was named: ranks.evaluate(path)")
-        planned_rows = job.trainer.args.per_device_eval_batch_size  # of a micro-batch, whose memory was planned
-        found = evaluate(model, rows, collate=job.trainer.data_collator, batch_size=planned_rows)
-        return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
+    def evaluate(self) -> dict[str, Any]:
+        """Return loss, perplexity and label tokens of the held-out rows of the run."""
+        rows = None if self.job is None or self.job.parts is None else self.job.parts.rows.held_out
+        if self.job is None or rows is None:
+            raise UserError("evaluate: no run with held-out rows is in memory: train with ranks.finetune and eval: first")
+        trainer = self.job.trainer
+        planned_rows = trainer.args.per_device_eval_batch_size  # of a micro-batch, whose memory was planned
+        return asdict(evaluate(self._model("evaluate"), rows, collate=trainer.data_collator, batch_size=planned_rows))
 
     def save(self, folder: str) -> str:
         """Write the model as a Hugging Face folder with its tokenizer, and return the folder."""

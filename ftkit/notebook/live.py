@@ -12,10 +12,10 @@ import time
 from typing import Any
 
 from ftkit.output.run_folder import RunFolder
-from ftkit.report.facts import Reader
+from ftkit.report.facts import read
 from ftkit.report.page import charts
 from ftkit.report.style import embedded
-from ftkit.report.text import escaped, finite
+from ftkit.report.text import escaped
 from ftkit.train.callbacks import describe
 
 EVERY_SECONDS = 0.5
@@ -24,18 +24,8 @@ REST = 10
 CHARTS = 2
 """Charts of the report that are drawn: loss and gradient norm."""
 ROOT = ".ftkit-run"
-STYLE = embedded(
-    ROOT,
-    """
-.frame{padding:12px 14px;max-width:860px}
-.head{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:baseline;margin:0 0 6px}
-.soft{color:var(--soft);font-size:13px;font-variant-numeric:tabular-nums}
-.track{height:6px;border-radius:3px;background:var(--line);overflow:hidden;margin:0 0 10px}
-.fill{height:100%;border-radius:3px;background:var(--busy)}
-.fill.good{background:var(--good)}
-.fill.early{background:var(--bad)}
-""",
-)
+RULES = ".frame { max-width: 860px; padding-top: 10px; } progress { width: 100%; margin: 6px 0 10px; }"
+STYLE = embedded(ROOT, RULES)
 
 
 def ipython() -> Any:
@@ -56,8 +46,7 @@ class LiveRun:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.reader = folder, Reader(folder)
-        self.status = self.numbers = ""
+        self.folder = folder
         self._due_s = 0.0
         self._handle: Any = None
 
@@ -66,7 +55,7 @@ class LiveRun:
         if not in_jupyter() or time.monotonic() < self._due_s:
             return
         began = time.monotonic()
-        data = {"text/html": self.html(), "text/plain": self.numbers or "no step yet"}
+        data = {"text/html": self.html(), "text/plain": f"the run in {self.folder.path}"}
         if self._handle is None:
             from IPython.display import DisplayHandle  # here: IPython is optional
 
@@ -77,25 +66,22 @@ class LiveRun:
         ended = time.monotonic()
         self._due_s = ended + max(EVERY_SECONDS, REST * (ended - began))
 
-    def end(self, status: str) -> None:
-        """Draw how it ended: "good" or "early"."""
-        self.status, self._due_s = status, 0.0
+    def end(self) -> None:
+        """Draw the end of the run, if it was drawn before."""
+        self._due_s = 0.0
         if self._handle is not None:
             self.draw()
 
     def html(self) -> str:
         """Read the files of the run, and return the run as HTML."""
-        facts = self.reader.read()
-        last = {key: points[-1] for key, points in facts.curves.points.items() if points}
-        newest = max((step for step, _ in last.values()), default=0)
-        self.numbers = describe({key: value for key, (step, value) in last.items() if step == newest})
-        steps = finite(facts.standing.get("steps")) or 0
-        width = f"{100 * newest / max(steps, 1):.1f}%"
-        parts = [f"step {newest:,.0f} of {steps:,.0f}", self.numbers]
-        head = "".join(f'<span class="soft">{escaped(each)}</span>' for each in parts)
+        facts = read(self.folder)
+        last: dict[str, Any] = {}
+        for line in facts.metrics:  # an evaluation adds to the numbers of its step
+            last = {**last, **line} if line["step"] == last.get("step") else line
+        step, steps = last.get("step", 0), facts.standing.get("steps", 0)
+        head = (f"<b>{escaped(self.folder.path.name)}</b>", f"step {step:,} of {steps:,}", escaped(describe(last)))
         return (
-            f'<div class="{ROOT[1:]}"><style>{STYLE}</style><div class="frame">'
-            f'<div class="head"><b>{escaped(self.folder.path.name, 200)}</b>{head}</div>'
-            f'<div class="track"><div class="fill {self.status}" style="width:{width}"></div></div>'
+            f'<div class="{ROOT[1:]}"><style>{STYLE}</style><div class="frame">{"&#8195;".join(head)}'
+            f'<progress value="{step}" max="{max(steps, 1)}"></progress>'
             f'<div class="grid-of-charts">{"".join(charts([("", facts)])[:CHARTS])}</div></div></div>'
         )

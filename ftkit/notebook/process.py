@@ -10,11 +10,10 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
-import psutil
+from ftkit.launch.children import kill_children
 
 POLL_SECONDS = 0.5
 
@@ -34,14 +33,6 @@ def end_with(kernel: int, folder: str) -> NoReturn:
     shutil.rmtree(folder, ignore_errors=True)
     kill_children(os.getpid())
     os._exit(1)
-
-
-def kill_children(pid: int) -> None:
-    """End every process that a process started, at once."""
-    with suppress(psutil.Error):
-        for child in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                child.kill()
 
 
 if __name__ == "__main__":

@@ -24,11 +24,10 @@ from ipyparallel.error import RemoteError
 
 from ftkit.config.recipe import Recipe, load, parse
 from ftkit.config.wording import counted
-from ftkit.errors import UserError
+from ftkit.errors import RankError, UserError
 from ftkit.launch.ranks import POLL_SECONDS, Failure, check_ranks, counted_signals, explain
 from ftkit.notebook import load_ipython_extension
 from ftkit.notebook.cluster import STOP, Cluster
-from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
 from ftkit.notebook.live import LiveRun, in_jupyter, ipython
 from ftkit.output.run_folder import RunFolder
 from ftkit.report.page import note_end
@@ -36,22 +35,31 @@ from ftkit.report.page import note_end
 AFTER_FAILURE_SECONDS = 15.0
 """Time for the other ranks to end a request after one rank failed. Later they are taken to wait for it."""
 CLOSE_SECONDS = 10.0
-AT_THE_NEXT_STEP = "stopping after this step, with a checkpoint; interrupt again to end the ranks at once"
-AT_THE_END = "the ranks finish this first; interrupt again to end them at once"
+ENDING = (
+    "the ranks end a run after its step, with a checkpoint, and finish all else first; interrupt again to end them at once"
+)
+IN_NOTEBOOK = {
+    "--resume auto": 'resume="auto"',
+    "--resume": "resume",
+    "--overwrite": "overwrite=True",
+    "--set output.dir=PATH": 'settings=["output.dir=PATH"]',
+}
+"""Options of the command line, and the arguments that replace them in a message."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted the kernel. The text says what the ranks keep."""
+
+    _render_traceback_ = UserError._render_traceback_
 
 
 class Summary(dict):
     """The content of summary.json, shown as one line."""
 
     def __repr__(self) -> str:
-        parts = [counted(self["steps"], "step"), f"{self['seconds']:.0f} s"]
-        if self.get("train_loss") is not None:
-            parts.append(f"training loss {self['train_loss']:.4f}")
-        if self.get("eval_loss_after") is not None:
-            before = self.get("eval_loss_before")
-            first = f"{before:.4f} -> " if before is not None else ""
-            parts.append(f"held-out loss {first}{self['eval_loss_after']:.4f}")
-        return f"<run: {', '.join(parts)}>"
+        losses = {"training loss": self["train_loss"], "held-out loss": self["eval_loss_after"]}
+        shown = "".join(f", {name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
+        return f"<run: {counted(self['steps'], 'step')}, {self['seconds']:.0f} s{shown}>"
 
 
 class Ranks:
@@ -59,7 +67,6 @@ class Ranks:
 
     Args:
         n: Number of ranks. Default: the number of GPUs, or 1 without a GPU.
-
     """
 
     def __init__(self, n: int | None = None) -> None:
@@ -74,8 +81,8 @@ class Ranks:
         """Start the ranks, unless they run, and return this object.
 
         Raises:
-            Refused: More ranks than GPUs, or another `Ranks` runs in this notebook.
-            RankFailed: A rank could not start.
+            UserError: More ranks than GPUs, or another `Ranks` runs in this notebook.
+            RankError: A rank could not start.
         """
         if self.runs:
             return self
@@ -83,13 +90,10 @@ class Ranks:
         shell = ipython()
         for name, other in {} if shell is None else dict(shell.user_ns).items():
             if isinstance(other, Ranks) and other.runs and name[0] != "_":  # the cell that starts them was run again
-                raise Refused(f"{name} = {other!r} run in this notebook: use them, or end them first: {name}.shutdown()")
+                raise UserError(f"{name} = {other!r} run in this notebook: use them, or end them first: {name}.shutdown()")
         gpus = torch.cuda.device_count()
         number = self.n or max(1, gpus)
-        try:
-            check_ranks(number, gpus)
-        except UserError as error:
-            raise Refused(in_notebook(str(error))) from None
+        check_ranks(number, gpus)
         atexit.register(self.shutdown)
         try:
             self._cluster = Cluster(number, os.environ, self._report_loss)
@@ -118,8 +122,8 @@ class Ranks:
         """Start the ranks again, load the newest complete checkpoint of the last run, and return this object.
 
         Raises:
-            Refused: No checkpoint is complete.
-            RankFailed: As for `start`.
+            UserError: No checkpoint is complete.
+            RankError: As for `start`.
         """
         self.shutdown()
         self.start()
@@ -179,8 +183,8 @@ class Ranks:
             The content of summary.json.
 
         Raises:
-            Refused: The recipe, the data or the folder cannot be used.
-            RankFailed: A rank raised an error or died.
+            UserError: The recipe, the data or the folder cannot be used.
+            RankError: A rank raised an error or died.
             Interrupted: The user interrupted the kernel. The run ended after a step, with a checkpoint.
         """
         facts = self._facts(recipe, settings)
@@ -188,76 +192,58 @@ class Ranks:
         self._running()  # before an earlier run is removed
         try:
             with folder.lock():
-                found = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs())
+                checkpoints = [str(path) for path in folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs())]
                 self._recipe = facts
-                return self._finetune(facts, folder, [str(path) for path in found])
+                answer = self._finetune(folder, recipe=facts.model_dump(mode="json"), checkpoints=checkpoints)
         except UserError as error:
-            raise error if isinstance(error, Refused) else Refused(in_notebook(str(error))) from None
+            raise UserError(_in_notebook(str(error))) from None
+        if "stopped" in answer:
+            raise Interrupted(_in_notebook(answer["stopped"]))
+        return Summary(answer)
 
-    def _finetune(self, facts: Recipe, folder: RunFolder, checkpoints: list[str]) -> Summary:
-        """Run a recipe, draw it, and record its end."""
-        live, status = LiveRun(folder), "early"
-        arguments = {"recipe": facts.model_dump(mode="json"), "checkpoints": checkpoints, "show": not in_jupyter()}
+    def _finetune(self, folder: RunFolder, **arguments: Any) -> dict[str, Any]:
+        """Ask for a run, draw it, and record its end."""
+        live = LiveRun(folder)
         try:
-            answer = self._ask("finetune", live, **arguments)
-            if "stopped" in answer:
-                raise Interrupted(in_notebook(answer["stopped"]))
-            status = "good"
-        except (RankFailed, Refused, Interrupted) as error:
+            return self._ask("finetune", live, show=not in_jupyter(), **arguments)
+        except (RankError, UserError, Interrupted) as error:
             note_end(folder, str(error))
             raise
         finally:
-            live.end(status)
-        return Summary(answer)
+            live.end()
 
-    def generate(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        **generation: Any,
-    ) -> list[str]:
+    def generate(self, prompts: str | Sequence[str] | Sequence[Sequence[Mapping[str, str]]], **options: Any) -> list[str]:
         """Answer prompts with the model on the ranks.
 
         Args:
             prompts: Questions, or conversations (lists of dictionaries with role and content).
-            max_new_tokens: Most tokens of an answer.
-            temperature: Temperature of sampling; 0 takes the most likely token.
-            top_p: Sample from the most likely tokens that together have this probability.
-            seed: Seed of sampling.
-            generation: Further settings of transformers' `GenerationConfig`, such as top_k or num_beams.
+            options: max_new_tokens (128), temperature (0: the most likely token), top_p (1), seed (0), and further settings
+                of transformers' `GenerationConfig`, such as top_k or num_beams.
 
         Returns:
             One answer per prompt.
 
         Raises:
-            Refused: There is no model yet.
-            RankFailed: A rank raised an error or died.
+            UserError: There is no model yet.
+            RankError: A rank raised an error or died.
         """
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, **generation}
         return self._ask("generate", prompts=[prompts] if isinstance(prompts, str) else list(prompts), options=options)
 
-    def evaluate(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Return the loss (nats per label token), the perplexity and the number of label tokens of held-out rows.
-
-        Args:
-            path: A file of rows. Default: the held-out rows of the run.
+    def evaluate(self) -> dict[str, Any]:
+        """Return the loss (nats per label token), the perplexity and the label tokens of the held-out rows of the run.
 
         Raises:
-            Refused: There is no model, or there are no rows.
-            RankFailed: A rank raised an error or died.
+            UserError: There is no run, or it has no held-out rows.
+            RankError: A rank raised an error or died.
         """
-        return self._ask("evaluate", path=None if path is None else os.path.abspath(path))
+        return self._ask("evaluate")
 
     def save(self, folder: str | os.PathLike[str]) -> str:
         """Write the model as a Hugging Face folder with its tokenizer, and return the folder.
 
         Raises:
-            Refused: There is no model, or the folder cannot be written.
-            RankFailed: A rank raised an error or died.
+            UserError: There is no run.
+            RankError: A rank raised an error or died.
         """
         return self._ask("save", folder=os.path.abspath(folder))
 
@@ -270,7 +256,7 @@ class Ranks:
             source: The code.
 
         Raises:
-            RankFailed: A rank raised an error or died.
+            RankError: A rank raised an error or died.
             Interrupted: The user interrupted the kernel.
         """
         cluster = self._running()
@@ -281,15 +267,15 @@ class Ranks:
             return
         if errors[rank].ename == "KeyboardInterrupt":
             out_of_step = "If a sharded model was computing, the ranks may be out of step"
-            raise Interrupted(f"interrupted; the ranks keep their state. {out_of_step}: {self._way_out()}")
-        raise RankFailed(rank, f"rank {rank} raised {errors[rank].ename}: {errors[rank].evalue}")
+            raise Interrupted(f"interrupted; the ranks keep their state. {out_of_step}: {self._advice()}")
+        raise RankError(rank, f"rank {rank} raised {errors[rank].ename}: {errors[rank].evalue}")
 
     # --- requests
 
     def _running(self) -> Cluster:
         cluster = self._cluster
         if cluster is None:
-            raise Refused("the ranks do not run: call ranks.start(), or ranks.restart() to load the last checkpoint")
+            raise UserError("the ranks do not run: call ranks.start(), or ranks.restart() to load the last checkpoint")
         if cluster.is_lost:
             raise self._loss(cluster)
         return cluster
@@ -303,7 +289,7 @@ class Ranks:
         results = self._wait(cluster, verb, lambda: self._send(verb, **arguments), live)
         failures = {rank: _failure(each) for rank, each in enumerate(results) if isinstance(each, Failure | RemoteError)}
         if failures:
-            raise self._shown(explain(failures, cluster.pids, "The ranks keep their state."))
+            raise explain(failures, cluster.pids, "The ranks keep their state.")
         return results[0]
 
     def _wait(self, cluster: Cluster, verb: str, send: Any, live: LiveRun | None = None) -> list[Any]:
@@ -328,18 +314,18 @@ class Ranks:
                             raise self._loss(cluster)
                         if len(heard) > (verb != "join"):
                             self._kill()
-                            raise Interrupted(f"the ranks were ended at once; {self._way_out()}")
+                            raise Interrupted(f"the ranks were ended at once; {self._advice()}")
                         if heard and not is_asked:
                             is_asked = True
                             if not is_cell:
-                                print(AT_THE_END if live is None else AT_THE_NEXT_STEP, flush=True)
+                                print(ENDING, flush=True)
                             if is_cell or live is not None:  # the other verbs cannot end early
                                 cluster.send_signal(signal.SIGINT if is_cell else STOP)
                         failures = {} if is_cell else self._failures(call)
                         deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS) if failures else deadline
                         if time.monotonic() > deadline:
                             self._kill()
-                            raise self._shown(explain(failures, cluster.pids, f"The others waited for it. {self._ended()}"))
+                            raise explain(failures, cluster.pids, f"The others waited for it. {self._ended()}")
                     call.wait_for_output(1)
         finally:
             self._is_busy = False
@@ -358,8 +344,8 @@ class Ranks:
     def _loss(self, cluster: Cluster) -> Exception:
         """Return the error of ranks that ended by themselves."""
         if not cluster.failures:
-            return RankFailed(-1, f"ipyparallel's controller ended. {self._ended()}")
-        return self._shown(explain(cluster.failures, cluster.pids, f"The others were ended; {self._way_out()}."))
+            return RankError(-1, f"ipyparallel's controller ended. {self._ended()}")
+        return explain(cluster.failures, cluster.pids, f"The others were ended; {self._advice()}.")
 
     def _report_loss(self) -> None:
         """Report at once that a rank ended while no request runs. Called in a thread."""
@@ -367,18 +353,12 @@ class Ranks:
             print(self._loss(self._cluster), file=sys.stderr, flush=True)
 
     def _ended(self) -> str:
-        return f"The ranks were ended; {self._way_out()}."
-
-    @staticmethod
-    def _shown(error: Exception) -> Exception:
-        """Return an error of the launcher as a cell shows it."""
-        text = in_notebook(str(error))
-        return Refused(text) if isinstance(error, UserError) else RankFailed(getattr(error, "rank", -1), text)
+        return f"The ranks were ended; {self._advice()}."
 
     def _checkpoints(self) -> list[Path]:
         return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).checkpoints()[::-1]
 
-    def _way_out(self) -> str:
+    def _advice(self) -> str:
         if found := self._checkpoints():
             newest = f"{found[0].name} of {found[0].parent}"
             return f'ranks.restart() loads {newest}, and ranks.finetune(resume="auto") continues from it'
@@ -388,14 +368,18 @@ class Ranks:
     def _facts(self, recipe: str | os.PathLike[str] | Mapping[str, Any] | None, settings: Sequence[str]) -> Recipe:
         """Read and check a recipe."""
         if recipe is None and self._recipe is None:
-            raise Refused("finetune: there is no earlier run; give a YAML file, the name of a recipe, or a dictionary")
-        try:
-            if isinstance(recipe, str | os.PathLike):
-                return load(os.fspath(recipe), list(settings))
-            facts = recipe if recipe is not None or self._recipe is None else self._recipe.model_dump(mode="json")
-            return parse(json.dumps(facts), "recipe", list(settings))  # JSON is YAML
-        except UserError as error:
-            raise Refused(in_notebook(str(error))) from None
+            raise UserError("finetune: there is no earlier run; give a YAML file, the name of a recipe, or a dictionary")
+        if isinstance(recipe, str | os.PathLike):
+            return load(os.fspath(recipe), list(settings))
+        facts = recipe if recipe is not None or self._recipe is None else self._recipe.model_dump(mode="json")
+        return parse(json.dumps(facts), "recipe", list(settings))  # JSON is YAML
+
+
+def _in_notebook(text: str) -> str:
+    """Return a message with the options of the command line replaced by arguments."""
+    for option, argument in IN_NOTEBOOK.items():
+        text = text.replace(option, argument)
+    return text
 
 
 def _do(*arguments: Any) -> Any:

@@ -272,6 +272,12 @@ def check_target(path: Path, option: str, *suffixes: str) -> None:
         raise UserError(f"{option}: {path} exists and is not a {suffixes[0]} file; name another file")
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write a file that the user named, and make the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
 def append_line(path: Path, record: Any) -> None:
     """Append a line of JSON to a file. A full disk costs the line, not the run."""
     try:

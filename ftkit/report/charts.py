@@ -18,10 +18,10 @@ from ftkit.report.text import GIB, escaped, short
 
 WIDTH, HEIGHT = 400, 244
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 44
-WIDE, WIDE_LEFT, ROW = 1080, 128, 34
-"""Width, left margin and row height of charts that span the page."""
-WIDE_TOP, BAR = 10, 23
-"""Upper margin of such a chart, height of a bar in it."""
+WIDE, WIDE_LEFT, WIDE_RIGHT, WIDE_TOP, ROW = 1080, 128, 60, 10, 34
+"""Width, margins and row height of charts that span the page."""
+BAR = 23
+"""Height of a bar in such a chart."""
 STRETCHES = 240
 """Parts of the x axis. A line has at most four points in each."""
 HOVERS = 80
@@ -29,8 +29,6 @@ HOVERS = 80
 COLOURS = 6
 DECADES = 1.5
 """Powers of ten from which an axis that may be logarithmic is."""
-LARGEST = 1e100
-"""Larger numbers are drawn at the end of the axis, so that no sum overflows. Numbers below its inverse count as zero."""
 
 Point = tuple[float, "float | None"]
 """x and y; y is None for a gap."""
@@ -44,7 +42,7 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    kind: str = "line"  # or "dots", joined by a thin line, or "level", a dashed line
+    kind: str = "line"  # or "dots", joined by a thin line
     colour: int = 0
 
 
@@ -77,7 +75,7 @@ def axis_of(
         whole: Whether ticks are whole numbers.
         count: Approximate number of ticks.
     """
-    known = [min(max(value, -LARGEST), LARGEST) if abs(value) > 1 / LARGEST else 0.0 for value in values]
+    known = list(values)
     low, high = min(known, default=0.0), max(known, default=1.0)
     if log and known and low > 0 and math.log10(high / low) >= DECADES:
         return _log_axis(low, high, count)
@@ -162,13 +160,7 @@ def line_chart(
     return _upright(title, across, up, (x, y), parts, legend)
 
 
-def histogram(
-    title: str,
-    x: tuple[str, str],
-    y: tuple[str, str],
-    classes: Sequence[tuple[float, float, int]],
-    limit: tuple[float, str] | None = None,
-) -> Markup:
+def histogram(title: str, x: tuple[str, str], y: tuple[str, str], classes: Sequence[tuple[float, float, int]]) -> Markup:
     """Return a figure of upright bars, one for each class.
 
     Args:
@@ -176,21 +168,14 @@ def histogram(
         x: Name and unit of the x axis.
         y: Name and unit of the y axis.
         classes: (low, high, count); `high` is excluded.
-        limit: Position and name of a mark.
     """
-    ends = [end for low, high, _ in classes for end in (low, high)]
-    across = axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True)
+    across = axis_of([end for low, high, _ in classes for end in (low, high)], from_zero=True, whole=True)
     up = axis_of([count for _, _, count in classes], from_zero=True, whole=True)
     parts = []
     for low, high, count in classes:
         left, right, top = _x(across, low), _x(across, high), _y(up, count)
         text = f"{short(low)} to {short(high)} {x[1]}: {short(count)} {y[1]}"
         parts.append(bar("part s0", left + 0.5, top, max(right - left - 1, 0.6), HEIGHT - BOTTOM - top, text))
-    if limit is not None:
-        at = _x(across, limit[0])
-        anchor, beside = ("end", -5) if at > (LEFT + WIDTH) / 2 else ("start", 5)
-        parts.append(f'<path class="limit" d="M{at} {TOP}V{HEIGHT - BOTTOM}"/>')
-        parts.append(svg_text("tick name", at + beside, TOP - 3, f"{limit[1]}: {short(limit[0])}", anchor))
     return _upright(title, across, up, (x, y), parts, [])
 
 
@@ -204,7 +189,7 @@ def _y(axis: Axis, value: float) -> float:
 
 def svg_text(kind: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
     """Return a text element of a CSS class."""
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escaped(text, 80)}</text>'
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escaped(text)}</text>'
 
 
 def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
@@ -214,7 +199,7 @@ def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
 def bar(kind: str, x: float, y: float, width: float, height: float, title: str) -> str:
     """Return a rectangle of a CSS class that shows a title on hover."""
     size = f'x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="{kind}" {size}><title>{escaped(title, 600)}</title></rect>'
+    return f'<rect class="{kind}" {size}><title>{escaped(title)}</title></rect>'
 
 
 def _upright(
@@ -238,30 +223,22 @@ def _upright(
     return _figure(title, f"{title}: {y_title} over {x_title}", legend, (WIDTH, HEIGHT), [*grid, *parts])
 
 
-def wide_chart(
-    title: str,
-    rows: Sequence[str],
-    axis: Axis,
-    axis_title: str,
-    parts: Iterable[str],
-    legend: Legend,
-    margin: int = RIGHT,
-) -> Markup:
+def wide_chart(title: str, rows: Sequence[str], axis: Axis, axis_title: str, parts: Iterable[str], legend: Legend) -> Markup:
     """Return a figure that spans the page: named rows of elements at `wide_x` and `wide_y`, and a horizontal axis."""
     bottom = wide_y(len(rows))
     grid = []
     for tick in axis.ticks:
-        x = wide_x(axis, tick, margin)
+        x = wide_x(axis, tick)
         grid += [_line("grid", x, 4, x, bottom), svg_text("tick", x, bottom + 18, short(tick))]
-    grid.append(_line("axis", WIDE_LEFT, bottom, WIDE - RIGHT, bottom))
-    grid.append(svg_text("axis-title x", (WIDE_LEFT + WIDE) / 2, bottom + 40, axis_title))
+    grid.append(_line("axis", WIDE_LEFT, bottom, WIDE - WIDE_RIGHT, bottom))
+    grid.append(svg_text("axis-title x", (WIDE_LEFT + WIDE - WIDE_RIGHT) / 2, bottom + 40, axis_title))
     grid += [svg_text("tick name", WIDE_LEFT - 10, wide_y(row) + 16, name, "end") for row, name in enumerate(rows)]
     return _figure(title, title, legend, (WIDE, bottom + 46), [*grid, *parts])
 
 
-def wide_x(axis: Axis, value: float, margin: int = RIGHT) -> float:
+def wide_x(axis: Axis, value: float) -> float:
     """Return the x of a number in a wide chart."""
-    return round(WIDE_LEFT + axis.share(value) * (WIDE - WIDE_LEFT - margin), 1)
+    return round(WIDE_LEFT + axis.share(value) * (WIDE - WIDE_LEFT - WIDE_RIGHT), 1)
 
 
 def wide_y(row: int) -> int:
@@ -271,7 +248,7 @@ def wide_y(row: int) -> int:
 
 def _figure(title: str, label: str, legend: Legend, size: tuple[int, int], parts: Iterable[str]) -> Markup:
     """Return a figure of elements in markup. `label` describes it for screen readers."""
-    keys = "".join(f'<li><i class="key {kind} s{colour}"></i>{escaped(name, 80)}</li>' for name, colour, kind in legend)
+    keys = "".join(f'<li><i class="key {kind} s{colour}"></i>{escaped(name)}</li>' for name, colour, kind in legend)
     shown = f'<ul class="legend">{keys}</ul>' if keys else ""
     view = f'viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escaped(label)}"'
     wide = size[0] > WIDTH
@@ -333,10 +310,9 @@ def stacked_bars(title: str, bars: Sequence[Bar]) -> Markup:
     totals = [sum(size for _, size in each.parts) for each in bars]
     near = [each.granted for each in bars if each.granted is not None and each.granted <= 3 * max(totals)]
     axis = axis_of([value / GIB for value in (*totals, *near)], from_zero=True, count=6)
-    margin = 60  # for the total to the right of a bar
 
     def at(size: float) -> float:
-        return wide_x(axis, size / GIB, margin)
+        return wide_x(axis, size / GIB)
 
     parts = []
     for row, each in enumerate(bars):
@@ -351,4 +327,4 @@ def stacked_bars(title: str, bars: Sequence[Bar]) -> Markup:
         if each.granted in near:
             parts.append(f'<path class="limit" d="M{at(each.granted)} {y - 4}v{BAR + 8}"/>')
     legend = [(name, colours[name], "part") for name in names] + [("granted", 0, "limit")] * bool(near)
-    return wide_chart(title, [each.name for each in bars], axis, "memory (GiB)", parts, legend, margin)
+    return wide_chart(title, [each.name for each in bars], axis, "memory (GiB)", parts, legend)

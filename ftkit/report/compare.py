@@ -10,12 +10,11 @@ from typing import Any
 from markupsafe import Markup
 
 from ftkit.config import yaml_lines
-from ftkit.errors import UserError
-from ftkit.report.charts import COLOURS
-from ftkit.report.facts import Facts, read
-from ftkit.report.page import charts, save
+from ftkit.output.run_folder import write_file
+from ftkit.report.facts import Facts, read_run
+from ftkit.report.page import charts
 from ftkit.report.style import html
-from ftkit.report.text import finite, gib, lasted, record, short
+from ftkit.report.text import gib, lasted, short
 from ftkit.spec.tiers import DEVICE, HOST
 
 
@@ -23,22 +22,10 @@ def compare(folders: Sequence[Path], out: Path) -> None:
     """Write a page that compares the runs of some folders.
 
     Raises:
-        UserError: A path is no folder of a run, there are more than six, or the page cannot be written.
+        UserError: A path is no folder of a run.
+        OSError: The page cannot be written.
     """
-    if len(folders) > COLOURS:
-        raise UserError(f"{len(folders)} runs were named; a chart can show at most {COLOURS}")
-    folders = list(dict.fromkeys(folder.resolve() for folder in folders))
-    save(out, render(list(zip(names_of(folders), map(read, folders)))))
-
-
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return a distinct name for each folder: as few of the last parts of its path as possible."""
-    paths = [folder.parts for folder in folders]
-    for count in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-count:]) for parts in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+    write_file(out, render([(str(folder), read_run(folder)) for folder in dict.fromkeys(folders)]))
 
 
 def render(runs: Sequence[tuple[str, Facts]]) -> str:
@@ -53,7 +40,6 @@ def render(runs: Sequence[tuple[str, Facts]]) -> str:
         results=list(_results([facts for _, facts in runs])),
         charts=Markup().join(charts(runs)),
         differences=[(key, *(recipe.get(key, "–") for recipe in recipes.values())) for key in differ],
-        unread=[name for name, recipe in recipes.items() if not recipe],
     )
 
 
@@ -63,10 +49,10 @@ def _results(runs: Sequence[Facts]) -> Iterator[Sequence[str]]:
     yield "loss on", *(name.removesuffix(" loss") for name, _, _ in losses)
     yield "loss before, nats per token", *(short(before) for _, before, _ in losses)
     yield "loss after, nats per token", *(short(after) for _, _, after in losses)
-    for name, known in (("steps", [facts.steps for facts in runs]), ("tokens", [facts.tokens for facts in runs])):
-        yield name, *(f"{value:,.0f}" if value else "–" for value in known)
+    yield "steps", *(f"{facts.steps:,}" for facts in runs)
+    yield "tokens", *(f"{facts.tokens or 0:,.0f}" for facts in runs)
     yield "tokens/s", *(short(facts.tokens_per_s, 3) for facts in runs)
-    yield "time", *(lasted(finite(facts.summary.get("seconds"))) for facts in runs)
+    yield "time", *(lasted(facts.fact("seconds")) for facts in runs)
     for tier in (DEVICE, HOST):
         peaks = [facts.peak_bytes(tier) for facts in runs]
         if any(peaks):
@@ -74,7 +60,7 @@ def _results(runs: Sequence[Facts]) -> Iterator[Sequence[str]]:
     yield "ranks", *(str(facts.ranks) for facts in runs)
     yield "device", *(str(facts.fact("device") or "–") for facts in runs)
     yield "compute dtype", *(str(facts.fact("dtype") or "–") for facts in runs)
-    yield "strategy", *(str(record(facts.plan.get("strategy")).get("says") or "–") for facts in runs)
+    yield "strategy", *(facts.plan.get("strategy", {}).get("says", "–") for facts in runs)
 
 
 def flattened(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -104,10 +104,8 @@ def _style() -> str:
 def _filled(template: str, found: Findings) -> str:
     cards, lengths = [], Markup()
     if (report := found.report) is not None:
-        near = 2 * report.longest >= found.sequence_tokens
-        limit = (float(found.sequence_tokens), "sequence_tokens") if near else None
         axes = ("length", "tokens"), ("how many", "samples")
-        lengths = histogram("Tokens of a sample, before it is cut", *axes, report.lengths, limit)
+        lengths = histogram(f"Tokens of a sample, before it is cut at {found.sequence_tokens:,}", *axes, report.lengths)
         lengths += histogram("Trained tokens of a sample", *axes, report.trained_lengths)
         cards = list(_cards(report))
     return html(template, title=found.title, found=found, cards=cards, lengths=lengths, element=_element)

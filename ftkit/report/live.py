@@ -22,7 +22,7 @@ from ftkit.engine.trace import Trace
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.speed import Speed
-from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
+from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON
 from ftkit.report.page import now, rewrite
 from ftkit.report.text import literal
 from ftkit.report.timeline import Part, Timeline, as_chrome, of_speed
@@ -49,9 +49,9 @@ class RunReport(TrainerCallback):
     broken: bool = False  # whether an error has ended the report
 
     def __post_init__(self) -> None:
-        self.reader = Reader(self.folder)
         command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         self.standing = {"status": GOING_ON, "why": "", "started": now(), "ended": None, "command": command, **self.facts}
+        self.started_s = time.perf_counter()
         self.due_s = 0.0
         self.seen = 0
         self.traced_step: int | None = None
@@ -113,9 +113,9 @@ class RunReport(TrainerCallback):
 
     def _write(self) -> None:
         began = time.perf_counter()
-        self.standing["answers"] = self.samples()
+        self.standing |= {"answers": self.samples(), "seconds": began - self.started_s}
         write_json(self.folder.standing, self.standing)
-        rewrite(self.reader)
+        rewrite(self.folder)
         ended = time.perf_counter()
         self.due_s = ended + max(EVERY_SECONDS, REST * (ended - began))
 
@@ -125,7 +125,7 @@ class RunReport(TrainerCallback):
             return
         try:
             work(*arguments)
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # of any kind: the run goes on
             self.broken = True
             self.say.print(literal(f"no more reports of this run: {type(error).__name__}: {error}"))
 

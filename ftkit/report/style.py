@@ -26,7 +26,7 @@ ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-ENVIRONMENT.filters |= {"cut": plain, "counted": counted}
+ENVIRONMENT.filters["counted"] = counted
 
 
 @cache

@@ -1,7 +1,4 @@
-"""Text and numbers of untrusted files, for a page or a terminal.
-
-A value of the wrong type becomes None, an empty container, or text. Long text is cut and says so.
-"""
+"""Text and numbers for a page or a terminal. Control characters of untrusted text are shown as signs."""
 
 from __future__ import annotations
 
@@ -12,26 +9,18 @@ from typing import Any
 from markupsafe import Markup, escape
 from rich.markup import escape as rich_escape
 
-MOST_CHARACTERS = 20_000
-"""Longest text on a page."""
-
 GIB = 1 << 30
 STAYING = "\n\t\u200c\u200d"
 
 
-def plain(value: Any, most: int = MOST_CHARACTERS) -> Any:
-    """Return a value as `visible` text of at most `most` characters; markup stays as it is."""
-    if isinstance(value, Markup):
-        return value
-    text = value if isinstance(value, str) else repr(value)
-    if len(text) > most:
-        text = f"{text[:most]} … ({len(text) - most:,} more characters)"
-    return visible(text)
+def plain(value: Any) -> Any:
+    """Return a value as `visible` text; markup stays as it is."""
+    return value if isinstance(value, Markup) else visible(str(value))
 
 
-def escaped(value: Any, most: int = MOST_CHARACTERS) -> Markup:
-    """Return a value as escaped HTML, also for attributes."""
-    return escape(plain(value, most))
+def escaped(text: str) -> Markup:
+    """Return text as escaped HTML, also for attributes."""
+    return escape(visible(text))
 
 
 def visible(text: str) -> str:
@@ -49,32 +38,6 @@ def literal(text: str) -> str:
 
 def _sign(character: str) -> str:
     return chr(0x2400 + ord(character)) if character < " " else f"\\u{ord(character):04x}"
-
-
-def number(value: Any) -> float | None:
-    """Return a JSON number as a float (also NaN and infinity), None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def finite(value: Any) -> float | None:
-    """Return a finite number as a float, None for anything else."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
-
-
-def record(value: Any) -> dict[str, Any]:
-    """Return a JSON object, an empty one for anything else."""
-    return value if isinstance(value, dict) else {}
-
-
-def items(value: Any) -> list[Any]:
-    """Return a JSON array, an empty one for anything else."""
-    return value if isinstance(value, list) else []
 
 
 def short(value: float | None, digits: int = 4) -> str:

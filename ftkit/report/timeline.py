@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
 
 from ftkit.plan.speed import Speed
 from ftkit.report.charts import BAR, Axis, axis_of, bar, svg_text, wide_chart, wide_x, wide_y
-from ftkit.report.text import finite, items, record, short
+from ftkit.report.text import short
 
 LEAST = 1500
 """A step has about so many pixels: shorter spans than this part of it are joined."""
@@ -76,35 +75,17 @@ def as_chrome(timeline: Timeline) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
 
-def from_chrome(content: Any) -> Timeline | None:
-    """Return the timeline that `as_chrome` wrote, or None if the content has no usable span or no duration."""
-    content = record(content)
-    about = record(content.get("otherData"))
-    streams: dict[str, str] = {}
+def from_chrome(content: dict[str, Any]) -> Timeline:
+    """Return the timeline that `as_chrome` wrote."""
+    events, streams = content["traceEvents"], {}
     parts = []
-    for event in map(record, items(content.get("traceEvents"))):
-        tid, start, lasts = str(event.get("tid")), finite(event.get("ts")), finite(event.get("dur"))
-        if event.get("ph") == "M":
-            streams[tid] = str(record(event.get("args")).get("name"))
-        elif start is not None and lasts is not None and lasts >= 0:
-            parts.append(Part(streams.get(tid, tid), str(event.get("name")), start / 1e6, (start + lasts) / 1e6))
-    step, seconds = finite(about.get("step")), finite(about.get("seconds"))
-    if not parts or seconds is None or not 1e-9 < seconds < 1e9:
-        return None
-    return Timeline(parts, seconds, None if step is None else int(step), str(about.get("device") or ""))
-
-
-def with_loss(timeline: Timeline) -> Timeline:
-    """Return a measured timeline with the time between the last forward and the next backward as head and loss."""
-    own = sorted((part for part in timeline.parts if part.stream == "compute"), key=lambda part: part.start_s)
-    loss = [
-        Part("compute", "head and loss", before.end_s, after.start_s)
-        for before, after in pairwise(own)
-        if before.name.startswith("forward")
-        and after.name.startswith(("recompute", "backward"))
-        and after.start_s > before.end_s
-    ]
-    return replace(timeline, parts=[*timeline.parts, *loss])
+    for event in events:
+        if event["ph"] == "M":
+            streams[event["tid"]] = event["args"]["name"]
+        else:
+            start, end = event["ts"], event["ts"] + event["dur"]
+            parts.append(Part(streams[event["tid"]], event["name"], start / 1e6, end / 1e6))
+    return Timeline(parts, **content["otherData"])
 
 
 def draw(title: str, timeline: Timeline) -> Markup:

@@ -139,11 +139,10 @@ class LookAtModel(TrainerCallback):
 
 
 class Bar(TrainerCallback):
-    """Shows the steps of a run."""
+    """Show no steps; `ProgressBar` does."""
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a line of metrics.jsonl. Called on rank 0 alone."""
-        raise NotImplementedError
 
 
 class ProgressBar(Bar):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ftkit.notebook import Ranks, Refused
+from ftkit.errors import UserError
+from ftkit.notebook import Ranks
 from tests.tiny import make_base, write_rows
 
 pytestmark = pytest.mark.gpu
@@ -33,5 +34,5 @@ def test_a_kernel_that_has_used_cuda_trains_and_asks(tmp_path, monkeypatch):
         ranks.restart()
         ranks.run("step = trainer.state.global_step")
         assert ranks.view["step"] == [4] * number
-    with pytest.raises(Refused, match="a rank needs a GPU of its own"):
+    with pytest.raises(UserError, match="a rank needs a GPU of its own"):
         Ranks(torch.cuda.device_count() + 1).start()

@@ -8,8 +8,10 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import ftkit
-from ftkit.notebook import Interrupted, RankFailed, Ranks, Refused, load_ipython_extension
+from ftkit.errors import RankError, UserError
+from ftkit.notebook import Ranks, load_ipython_extension
 from ftkit.notebook.live import LiveRun
+from ftkit.notebook.ranks import Interrupted
 from ftkit.output.run_folder import RunFolder
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'"
@@ -37,7 +39,7 @@ def test_a_run_is_drawn_with_progress_and_curves(tmp_path):
     assert "step 30 of 120" in text
     assert "held-out loss 2.5000" in text
     assert HOSTILE.replace("/", "") in text
-    assert "width:25.0%" in drawn
+    assert '<progress value="30" max="120">' in drawn
     charts = page.findall(".//svg")
     assert [chart.get("aria-label").partition(":")[0] for chart in charts] == ["Loss", "Gradient norm"]
     assert all(path.get("d").count("L") == 29 for path in page.findall(".//path[@class='line s0']"))
@@ -60,11 +62,11 @@ def test_the_magic_runs_a_cell_on_the_ranks_of_a_variable(shell):
 def test_a_second_start_is_refused_while_ranks_run(shell):
     shell.user_ns["ranks"] = running = Ranks(2)
     running._cluster = SimpleNamespace(is_lost=False, pids={0: 1, 1: 2})
-    with pytest.raises(Refused, match=r"^ranks = <Ranks: 2 ranks> run in this notebook"):
+    with pytest.raises(UserError, match=r"^ranks = <Ranks: 2 ranks> run in this notebook"):
         Ranks(1).start()
 
 
-@pytest.mark.parametrize("error", [RankFailed(1, "rank 1 raised KeyError: 3"), Interrupted("interrupted")])
+@pytest.mark.parametrize("error", [RankError(1, "rank 1 raised KeyError: 3"), Interrupted("interrupted")])
 def test_an_error_shows_its_text_and_no_traceback(shell, capsys, error):
     shell.user_ns["error"] = error
     shell.run_cell("raise error")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.notebook import RankFailed, Ranks, Refused
+from ftkit.errors import RankError, UserError
+from ftkit.notebook import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def test_a_cell_runs_on_every_rank_and_its_names_stay(ranks, capfd):
 def test_an_error_of_one_rank_is_shown_with_its_number_and_the_ranks_live_on(ranks, capfd):
     ranks.run("kept = 7")
     pids = ranks.pids
-    with pytest.raises(RankFailed, match=r"^rank 1 raised ZeroDivisionError: division by zero$") as caught:
+    with pytest.raises(RankError, match=r"^rank 1 raised ZeroDivisionError: division by zero$") as caught:
         ranks.run("if rank == 1:\n    1 / 0")
     assert caught.value.rank == 1
     assert "[1:execute]" in capfd.readouterr().err  # ipyparallel shows the traceback
@@ -64,7 +65,7 @@ def test_a_run_stays_on_the_ranks(ranks, recipe, capfd):
     assert ranks.generate("3+1?", max_new_tokens=4) == answers[:1]
     folder = ranks.save("saved")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}
-    with pytest.raises(Refused, match="overwrite=True"):
+    with pytest.raises(UserError, match="overwrite=True"):
         ranks.finetune(recipe)
     assert ranks.finetune(settings=["train.max_steps=12"], resume="auto")["steps"] == 12
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -73,12 +74,12 @@ def test_a_run_stays_on_the_ranks(ranks, recipe, capfd):
 
 def test_a_refusal_of_the_ranks_is_one_message_and_an_error_has_a_traceback(ranks, recipe):
     small = {"config": {"model_type": "llama", "vocab_size": 8}, "tokenizer": recipe["model"]["name"]}
-    with pytest.raises(Refused, match=r"^the tokenizer has .* tokens and the model embeddings for 8") as caught:
+    with pytest.raises(UserError, match=r"^the tokenizer has .* tokens and the model embeddings for 8") as caught:
         ranks.finetune({**recipe, "model": small, "output": {"dir": "other"}})
     assert "Traceback" not in str(caught.value)
     ranks.finetune({**recipe, "train": {"batch_tokens": 192, "max_steps": 1}})
     story = r"(?s)^rank 0 \(pid \d+\) raised ValueError.*generation.*The ranks keep their state"
-    with pytest.raises(RankFailed, match=story) as caught:
+    with pytest.raises(RankError, match=story) as caught:
         ranks.generate("3+1?", no_such_option=1)
     assert caught.value._render_traceback_() == str(caught.value).splitlines()
 
@@ -106,6 +107,6 @@ def test_overwrite_removes_nothing_if_no_ranks_run(recipe):
     kept = Path("run/checkpoint-4/kept")
     kept.parent.mkdir(parents=True)
     kept.write_text("x")
-    with pytest.raises(Refused, match="the ranks do not run"):
+    with pytest.raises(UserError, match="the ranks do not run"):
         Ranks(2).finetune(recipe, overwrite=True)
     assert kept.exists()

@@ -24,7 +24,7 @@ FAULTS = (
     fault(
         "children of ranks outlive the second Ctrl-C",
         RANKS,
-        "            _kill_children(process.pid)\n",
+        "            kill_children(process.pid)\n",
         "",
         LAUNCH + "test_a_second_ctrl_c_ends_at_once_with_130",
     ),
