@@ -23,8 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import ftkit
-from benchmarks.cap import write_model
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_model
 from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER
 from ftkit.engine.checkpoint.sealed import write_contents
 from ftkit.engine.model import ShardedModel
@@ -66,7 +65,7 @@ def save_checkpoint(folder: Path, units: ShardedModel) -> None:
     """Save the weights as a checkpoint that `ftkit export` reads. A collective."""
     ftkit.save_checkpoint(folder / ENGINE_FOLDER, units)
     if units.comm.rank == 0:
-        save_config(units.model, folder)  # type: ignore[arg-type]  # a transformers model
+        save_config(units.model, folder)
         write_contents(folder, apart=(ENGINE_FOLDER,))
     dist.barrier()
 
@@ -108,8 +107,7 @@ def main() -> int:
     options, exceeded = parser.parse_args(), 0
     with tempfile.TemporaryDirectory(prefix="ftkit-bench-") as scratch:
         for name, size in (("small", "13m"), ("model", options.model)):
-            Path(scratch, name).mkdir()
-            write_model(Path(scratch, name), size)
+            write_model(size, Path(scratch, name))
         for world in (1, 2):
             torch.multiprocessing.spawn(files_main, (world, scratch), nprocs=world)
             torch.multiprocessing.spawn(export_main, (world, scratch), nprocs=1)
