@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,6 @@ def liger(name: str) -> Callable[..., Any] | None:
     found: dict[str, Callable[..., Any]] = {
         "rms_norm": lambda x, w: functional.liger_rms_norm(x, w, 1e-5),
         "swiglu": functional.liger_swiglu,
-        "geglu": functional.liger_geglu,
     }
     return found.get(name)
 
@@ -94,12 +92,6 @@ def cases() -> dict[str, tuple[float, Callable[..., Any], Callable[..., Any], li
     return {
         "rms_norm": (10 * rows, lambda x, w: rms_norm(x, w, eps), lambda x, w: rms_norm_reference(x, w, eps), [x, w]),
         "swiglu": (16 * inner, gated, gated_reference, [gate, up]),
-        "geglu": (
-            16 * inner,
-            partial(gated, activation="gelu_tanh"),
-            partial(gated_reference, activation="gelu_tanh"),
-            [gate, up],
-        ),
         "rotary": (8 * heads, lambda q, k: rotary(q, k, cos, sin), lambda q, k: rotary_reference(q, k, cos, sin), [q, k]),
         "cross_entropy": (
             6 * logits.numel(),
