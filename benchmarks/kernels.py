@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.run import RESULTS, write_result
 from ftkit.kernels.adamw import AdamW, adamw_, adamw_reference
 from ftkit.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from ftkit.kernels.gated import gated, gated_reference
@@ -147,14 +146,11 @@ def main() -> None:
     """Measure, print a table, write JSON to runs/bench/."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: times are not measured; `make kernels` shows what the kernels become on each card")
     found = measure(options.rounds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"kernels-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
-    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **found}, indent=1))
     table = Table("", "ftkit us", "GB/s", "of a copy", "eager", "compile", "liger", "x best")
     for name, case in found["cases"].items():
         seconds = {engine: value for engine, value in case["seconds"].items() if isinstance(value, float)}
@@ -167,7 +163,7 @@ def main() -> None:
     console = Console(width=110)
     console.print(f"{found['device']}: a copy moves {found['copy_bytes_per_s'] / 1e9:.0f} GB/s", highlight=False)
     console.print(table)
-    console.print(f"written: {path}")
+    write_result("kernels", found, console, options.out)
     if failed := [name for name, case in found["cases"].items() if not isinstance(case["seconds"]["ftkit"], float)]:
         sys.exit(f"failed: {', '.join(failed)}")
 

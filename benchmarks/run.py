@@ -34,6 +34,7 @@ from rich.table import Table
 from benchmarks.engines import ENGINES, SIDE_BY_SIDE
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "runs" / "bench"
 PEERS = ROOT / ".venv-peers"
 DEEPSPEED = "deepspeed==0.19.8"
 TIMEOUT_S = 900
@@ -75,9 +76,8 @@ def busy_s() -> float:
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def write_result(name: str, result: dict[str, Any], console: Console) -> None:
-    """Write a result with its date as JSON, and print where it is."""
-    folder = ROOT / "runs" / "bench"
+def write_result(name: str, result: dict[str, Any], console: Console, folder: Path = RESULTS) -> None:
+    """Write a result with its date as JSON, and print the file's name."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now()
     path = folder / f"{now:%Y-%m-%d-%H%M%S}-{name}.json"
