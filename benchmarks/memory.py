@@ -29,8 +29,9 @@ from ftkit.engine.checkpoint.sealed import write_contents
 from ftkit.engine.model import ShardedModel
 from ftkit.hf.save.export import export_checkpoint
 from ftkit.hf.save.model import save_config
+from ftkit.plan.memory import MIB
 
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 64 * MIB
 """Staging: pieces of 8 MiB that are read, converted and written."""
 SETTINGS = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "affinity": False, "kernels": "off"}
 
@@ -114,7 +115,7 @@ def main() -> int:
         for file in sorted(Path(scratch).glob("*.json")):
             for call, (peak, bound) in json.loads(file.read_text()).items():
                 exceeded += peak > bound
-                print(f"{file.stem}, {call}: peak {peak / 2**20:.0f} MiB, bound {bound / 2**20:.0f} MiB")
+                print(f"{file.stem}, {call}: peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB")
     print("bound exceeded" if exceeded else "within the bounds")
     return int(exceeded > 0)
 
