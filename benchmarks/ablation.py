@@ -1,7 +1,7 @@
 """`make ablation`: the largest GPT that fits 8xV100-16GB with each technique off, as a table in docs/benchmarks.md.
 
-Each row is a plan of a GPT with as many blocks as fit: hidden size 4096, 1024 tokens per sequence, 128K tokens per step. A
-test compares the page with the planner. Needs no GPU, and a minute or two.
+Each row is a plan of the packaged recipe of a GPT, with as many blocks as fit: hidden size 4096, 1024 tokens per sequence,
+128K tokens per step. A test compares the page with the planner. Needs no GPU, and a minute or two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.published import PAGE, fill
-from ftkit.config.recipe import parse
+from ftkit.config.recipe import load
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.memory import GIB
 from ftkit.plan.plan import Asked
@@ -19,19 +19,12 @@ from ftkit.plan.whatif import largest
 from ftkit.spec.strategy import Strategy
 from ftkit.train.planning import ask
 
-HARDWARE = "8xv100-16gb"
-GPT = """
-model: {{config: {{model_type: gpt2, n_layer: 78, n_embd: 4096, n_head: 32, n_positions: 1024, vocab_size: 50304}},
-  tokenizer: bundled/tiny-base}}
-data: {{path: bundled/python-docs.jsonl, sequence_tokens: 1024}}
-train: {{batch_tokens: 131072, dtype: {dtype}}}
-output: {{dir: runs/ablation}}
-"""
+HARDWARE, RECIPE = "8xv100-16gb", "gpt-15b-full-8xv100-16gb"
 
 
 def asked(dtype: str = "fp16") -> Asked:
     """Return the planner's input for a GPT whose weights are read, not initialised."""
-    made = ask(parse(GPT.format(dtype=dtype), "ablation.yaml"), 8, find_hardware(HARDWARE))
+    made = ask(load(RECIPE, [f"train.dtype={dtype}"]), 8, find_hardware(HARDWARE))
     return replace(made, shape=replace(made.shape, fresh=False))
 
 

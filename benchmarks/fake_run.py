@@ -17,17 +17,14 @@ The plan counts bytes by formula. A fake run executes the engine's own code for 
 A step is that of the Trainer: forward with labels, scaled loss, backward, gradient norm, update. Kernels are off, as in the
 plan; a chunked loss is computed as the plan says. Each row is one sample.
 
-`python -m benchmarks.fake_run RECIPE HARDWARE` prints a JSON object for one recipe. Without arguments every packaged recipe
-for 8xV100-16GB runs in its own process (ten minutes). Exits with 1 if plan and fake run differ by more than 5 %.
+`python -m benchmarks.fake_run RECIPE ...` runs the named recipes, and without names every packaged one for 8xV100-16GB (ten
+minutes). It prints the peaks as shares of the plan, and exits with 1 if one differs by more than 5 %.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
@@ -42,7 +39,7 @@ from ftkit.config.recipe import load, packaged
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.kernels.host_loops import HostLoops
-from ftkit.engine.memory.arena import PAGE_BYTES, Arena
+from ftkit.engine.memory.arena import Arena, arena_bytes
 from ftkit.engine.memory.tiers import Store, Tiers
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.adamw import ShardedAdamW
@@ -67,106 +64,57 @@ CLOSE = 0.05
 """Largest difference from the plan, as a share of it."""
 
 PLANNED_AS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "master": "optimizer state",
-    "moments": "optimizer state",
-    "slots": "slots",
-    "staging": "staging",
-    "activations": "activations",
-    "workspace": "activations",
-    "logits": "activations",
-    "root parameters": "activations",
+    **{name: name for name in ("parameters", "gradients", "slots", "staging")},
+    **dict.fromkeys(("master", "moments"), "optimizer state"),
+    **dict.fromkeys(("activations", "workspace", "logits", "root parameters"), "activations"),
 }
 """Purposes in the plan to purposes in the fake run, which counts all tensors of autograd together."""
 
 
 @dataclass(frozen=True)
 class FakeRun:
-    """The bytes of a fake run and of its plan.
-
-    Args:
-        found: Bytes of one rank at its peak, by tier and purpose.
-        planned: The same in the plan, without the runtime's own memory.
-        seconds: Duration of the fake run.
-    """
+    """Bytes of one rank by tier and purpose: at the peak of a fake run, and as planned."""
 
     found: dict[str, dict[str, int]]
     planned: dict[str, dict[str, int]]
-    seconds: float
-
-    def found_bytes(self, tier: str) -> int:
-        """Return the peak of a tier."""
-        return sum(self.found[tier].values())
-
-    def planned_bytes(self, tier: str) -> int:
-        """Return the planned bytes of a tier, without the runtime."""
-        return sum(self.planned[tier].values())
 
     def share(self, tier: str) -> float:
         """Return the peak as a share of the plan."""
-        planned = self.planned_bytes(tier)
-        return self.found_bytes(tier) / planned if planned else float(self.found_bytes(tier) == 0)
+        found, planned = (sum(purposes[tier].values()) for purposes in (self.found, self.planned))
+        return found / planned if planned else float(found == 0)
 
     @property
     def agrees(self) -> bool:
         """Whether plan and fake run agree within `CLOSE` on every tier."""
         return all(abs(self.share(tier) - 1) <= CLOSE for tier in self.found)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return an object for JSON, with sizes in bytes of one rank."""
-        return {
-            "device_bytes": self.found_bytes(DEVICE),
-            "host_bytes": self.found_bytes(HOST),
-            "planned_device_bytes": self.planned_bytes(DEVICE),
-            "planned_host_bytes": self.planned_bytes(HOST),
-            "share": {tier: self.share(tier) for tier in self.found},
-            "agrees": self.agrees,
-            "purposes": self.found,
-            "planned_purposes": self.planned,
-            "seconds": self.seconds,
-        }
 
-
-def fake_run(
-    plan: Plan,
-    model: Any,
-    *,
-    packed: bool = False,
-    device: torch.device | None = None,
-    world_size: int | None = None,
-) -> FakeRun:
+def fake_run(plan: Plan, model: Any, *, packed: bool = False) -> FakeRun:
     """Execute a step of one rank with fake tensors, and count the bytes.
 
     Args:
-        plan: The plan. It must be for GPUs (unless `device` is given) and without NVMe.
+        plan: The plan. It must be for GPUs and without NVMe.
         model: The model that the plan was made for, on meta. It gets sharded and is of no use afterwards.
         packed: Whether rows are packed samples, which ftkit's own attention isolates.
-        device: Device of the model. None takes meta in place of a GPU. Tests take the CPU to compare with a real run.
-        world_size: Number of ranks. None takes the plan's.
     """
-    assert device is not None or not plan.limits.cpu, "the plan is for ranks without a GPU: run a few steps instead"
+    assert not plan.limits.cpu, "the plan is for ranks without a GPU: run a few steps instead"
     assert not plan.strategy.uses_nvme, f"the plan uses NVMe, and a fake run has no files ({plan.strategy})"
-    began = time.perf_counter()
-    device = device or torch.device("meta")
     dtype = DTYPES.get(plan.strategy.dtype) or own_dtype(model)
     if plan.shape.chunked_loss:
         reason = attach_head_loss(model, dtype, torch.device("cpu"))
         assert reason is None, f"the plan has a chunked loss, and the model has none: {reason}"
-    meter = Meter(lambda tensor: HOST if tensor.device.type == "cpu" and device.type != "cpu" else DEVICE)
+    meter = Meter(lambda tensor: HOST if tensor.device.type == "cpu" else DEVICE)
     with nothing_behind(), meter, CudaAttentionBackward():
-        units, optimizer = build(plan, model, device, world_size, packed=packed)
+        units, optimizer = build(plan, model, torch.device("meta"), plan.shape.world_size)
         train(plan, units, optimizer, packed=packed)
-        return FakeRun(_found(meter, units, optimizer), _planned(plan), time.perf_counter() - began)
+        return FakeRun(_found(meter, units, optimizer), _planned(plan))
 
 
-def build(
-    plan: Plan, model: Any, device: torch.device, world_size: int | None = None, *, packed: bool
-) -> tuple[ShardedModel, ShardedOptimizer]:
+def build(plan: Plan, model: Any, device: torch.device, world_size: int) -> tuple[ShardedModel, ShardedOptimizer]:
     """Shard the model for rank 0 of W as planned, and make its optimizer with all state."""
     use_packed_attention(model)  # for rows that are not packed, too: on meta it uses the memory of the GPU's kernel
     model.train()
-    comm = FakeCommunicator(device, world_size or plan.shape.world_size)
+    comm = FakeCommunicator(device, world_size)
     units = shard_as(model, find_blocks(model), comm, plan.strategy, FakeTiers(device, plan.strategy), FakeLoops)
     rule = plan.shape.rule
     optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=float(rule == MOMENTUM))
@@ -205,75 +153,40 @@ def train(plan: Plan, units: ShardedModel, optimizer: ShardedOptimizer, *, packe
 # --- replaced parts
 
 
+def _nothing(self: object, *args: Any, **kwargs: Any) -> None:
+    """Take the place of a method whose result no other part reads."""
+
+
 class FakeCommunicator(Communicator):
-    """One rank among W. It sends nothing, and its sums let each step update."""
+    """Rank 0 of W. It sends nothing. Norms are finite and every tensor has a gradient, so that each step updates."""
 
     def __init__(self, device: torch.device, world_size: int) -> None:
-        self.group = None
-        self.device = device
-        self.bytes_sent = Counter()
-        self.rank, self.world_size = 0, world_size
-        self._stage = None
+        super().__init__(device)
+        self.world_size = world_size
 
-    def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
-        """Count."""
-        self._count("all_gather", full)
-
-    def reduce_scatter_mean(self, shard: Tensor, full: Tensor, of: str = "") -> None:
-        """Count."""
-        self._count("reduce_scatter", full)
-
-    def all_reduce_mean(self, full: Tensor, of: str = "") -> None:
-        """Count."""
-        self._count("all_reduce", full, 2)
+    all_gather = reduce_scatter_mean = all_reduce_mean = broadcast = barrier = _nothing
 
     def sum(self, numbers: Tensor, of: str = "") -> Tensor:
-        """Return the rank's own numbers."""
         return numbers
 
     def totals(self, numbers: Tensor, of: str = "") -> list[float]:
-        """Return ones: norms are finite, and every tensor has a gradient."""
         return [1.0] * numbers.numel()
 
     def any(self, flag: bool, of: str = "") -> bool:
-        """Return the rank's own flag."""
         return flag
 
-    def broadcast(self, tensor: Tensor, of: str = "") -> None:
-        """Count."""
-        self._count("broadcast", tensor)
-
-    def same(self, value: Any, of: str = "") -> Any:
-        """Return the value: this is rank 0."""
-        return value
-
     def all(self, value: Any, of: str = "") -> list[Any]:
-        """Return the value for every rank."""
         return [value] * self.world_size
-
-    def barrier(self, of: str = "") -> None:
-        """Do not wait."""
-
-
-class FakeArena(Arena):
-    """An arena of the same size without memory."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.requested_bytes = size_bytes
-        self._size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._taken_bytes = 0
-        self._memory = torch.empty(self._size_bytes, dtype=torch.uint8, device="cpu")
 
 
 class FakeTiers(Tiers):
-    """Tiers without host memory."""
+    """Tiers without host memory and threads."""
 
-    def arena(self, size_bytes: int) -> FakeArena:
-        """See `Tiers.arena`."""
-        return FakeArena(size_bytes)
+    def arena(self, size_bytes: int) -> Arena:
+        whole = arena_bytes([(size_bytes, torch.uint8)])
+        return Arena(size_bytes, memory=torch.empty(whole, dtype=torch.uint8, device="cpu"))
 
     def worker(self, name: str) -> Executor:
-        """See `Tiers.worker`."""
         return AtOnce()
 
 
@@ -281,12 +194,8 @@ class AtOnce(Executor):
     """An executor that calls each function at once."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call `fn`."""
         future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
+        future.set_result(fn(*args, **kwargs))
         return future
 
 
@@ -296,18 +205,10 @@ class FakeLoops(HostLoops):
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
-    def adamw(self, *tensors: Tensor | None, **numbers: float) -> None:  # type: ignore[override]  # any arguments will do
-        """Do nothing."""
-
-    def sgd(self, *tensors: Tensor | None, **numbers: float) -> None:  # type: ignore[override]  # as above
-        """Do nothing."""
+    adamw = sgd = add_ = _nothing
 
     def square_sum(self, gradient: Tensor) -> float:
-        """Return a finite norm."""
         return 1.0
-
-    def add_(self, into: Tensor, other: Tensor, scale: float = 1.0) -> None:
-        """Do nothing."""
 
 
 # --- results
@@ -361,37 +262,28 @@ def _planned(plan: Plan) -> dict[str, dict[str, int]]:
     return planned
 
 
-def all_recipes(hardware: str) -> int:
-    """Run every packaged recipe for a profile in its own process, and print its shares; return the number outside."""
-    failed = 0
-    print(f"{'device':>7} {'host':>7}  of the plan")
-    for name in (each for each in packaged() if each.endswith(hardware)):
-        command = [sys.executable, "-m", "benchmarks.fake_run", name, hardware]
-        done = subprocess.run(command, capture_output=True, text=True)
-        failed += done.returncode != 0
-        if not done.stdout.startswith("{"):
-            print(f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}", flush=True)
-            continue
-        share = json.loads(done.stdout)["share"]
-        print(f"{share['device']:7.1%} {share['host']:7.1%}  {name}{'  <- outside' if done.returncode else ''}", flush=True)
-    return failed
+def run(name: str, hardware: str) -> FakeRun:
+    """Plan a recipe for a hardware profile, and execute the plan."""
+    recipe, profile = load(name), find_hardware(hardware)
+    ranks = recipe.ranks if recipe.ranks != "auto" else profile.gpus * profile.nodes
+    return fake_run(plan_recipe(recipe, ranks, profile), model_of(recipe), packed=recipe.data.packing)
 
 
 def main() -> None:
-    """Plan a recipe for a hardware profile, execute the plan, and print the comparison."""
+    """Run recipes, print the peaks as shares of the plan, and exit with 1 if one is outside."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument(
-        "recipe", nargs="?", help="a YAML file, or the name of a packaged recipe; default: all packaged ones"
-    )
-    parser.add_argument("hardware", nargs="?", default="8xv100-16gb", help="a hardware profile")
+    parser.add_argument("recipes", nargs="*", help="YAML files or names; default: all packaged ones for the hardware")
+    parser.add_argument("--hardware", default="8xv100-16gb", help="a hardware profile")
     options = parser.parse_args()
-    if options.recipe is None:
-        sys.exit(all_recipes(options.hardware) > 0)
-    recipe, hardware = load(options.recipe), find_hardware(options.hardware)
-    ranks = recipe.ranks if recipe.ranks != "auto" else hardware.gpus * hardware.nodes
-    found = fake_run(plan_recipe(recipe, ranks, hardware), model_of(recipe), packed=recipe.data.packing)
-    print(json.dumps(found.as_dict(), indent=1))
-    sys.exit(not found.agrees)
+    print(f"{'device':>7} {'host':>7}  of the plan")
+    failed = 0
+    for name in options.recipes or [each for each in packaged() if each.endswith(options.hardware)]:
+        found = run(name, options.hardware)
+        print(f"{found.share(DEVICE):7.1%} {found.share(HOST):7.1%}  {name}", flush=True)
+        if not found.agrees:
+            failed += 1
+            print(f"  <- outside\n  found   {found.found}\n  planned {found.planned}", flush=True)
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.arena import Arena
 from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.flat_file import FlatFile
+from ftkit.plan.memory import GIB, MIB
 from ftkit.spec.sizes import PIECE_NUMEL
 
-MIB = 1 << 20
 NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 STREAM = "stream of the same reads and writes"
 RAW = [(threads, block * MIB) for threads in (1, 2) for block in (1, 4, 16)]
@@ -171,7 +171,7 @@ def raw(path: Path, memory: Tensor, threads: int, block: int, what: str) -> floa
 
 def disk(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Compare the tier with plain loops, writing and reading whole files."""
-    size = options.gib << 30
+    size = options.gib * GIB
     options.folder.mkdir(parents=True, exist_ok=True)
     with closing(Disk(options.folder, f"bench-{os.getpid()}")) as drive:
         if not drive.direct:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.run import RESULTS, write_result
 from ftkit.kernels.adamw import AdamW, adamw_, adamw_reference
 from ftkit.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from ftkit.kernels.gated import gated, gated_reference
@@ -73,7 +71,6 @@ def liger(name: str) -> Callable[..., Any] | None:
     found: dict[str, Callable[..., Any]] = {
         "rms_norm": lambda x, w: functional.liger_rms_norm(x, w, 1e-5),
         "swiglu": functional.liger_swiglu,
-        "geglu": functional.liger_geglu,
     }
     return found.get(name)
 
@@ -94,12 +91,6 @@ def cases() -> dict[str, tuple[float, Callable[..., Any], Callable[..., Any], li
     return {
         "rms_norm": (10 * rows, lambda x, w: rms_norm(x, w, eps), lambda x, w: rms_norm_reference(x, w, eps), [x, w]),
         "swiglu": (16 * inner, gated, gated_reference, [gate, up]),
-        "geglu": (
-            16 * inner,
-            partial(gated, activation="gelu_tanh"),
-            partial(gated_reference, activation="gelu_tanh"),
-            [gate, up],
-        ),
         "rotary": (8 * heads, lambda q, k: rotary(q, k, cos, sin), lambda q, k: rotary_reference(q, k, cos, sin), [q, k]),
         "cross_entropy": (
             6 * logits.numel(),
@@ -155,14 +146,11 @@ def main() -> None:
     """Measure, print a table, write JSON to runs/bench/."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: times are not measured; `make kernels` shows what the kernels become on each card")
     found = measure(options.rounds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"kernels-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
-    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **found}, indent=1))
     table = Table("", "ftkit us", "GB/s", "of a copy", "eager", "compile", "liger", "x best")
     for name, case in found["cases"].items():
         seconds = {engine: value for engine, value in case["seconds"].items() if isinstance(value, float)}
@@ -175,7 +163,7 @@ def main() -> None:
     console = Console(width=110)
     console.print(f"{found['device']}: a copy moves {found['copy_bytes_per_s'] / 1e9:.0f} GB/s", highlight=False)
     console.print(table)
-    console.print(f"written: {path}")
+    write_result("kernels", found, console, options.out)
     if failed := [name for name, case in found["cases"].items() if not isinstance(case["seconds"]["ftkit"], float)]:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -23,15 +23,15 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import ftkit
-from benchmarks.cap import write_model
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_model
 from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER
 from ftkit.engine.checkpoint.sealed import write_contents
 from ftkit.engine.model import ShardedModel
 from ftkit.hf.save.export import export_checkpoint
 from ftkit.hf.save.model import save_config
+from ftkit.plan.memory import MIB
 
-SPARE_BYTES = 64 << 20
+SPARE_BYTES = 64 * MIB
 """Staging: pieces of 8 MiB that are read, converted and written."""
 SETTINGS = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "affinity": False, "kernels": "off"}
 
@@ -66,7 +66,7 @@ def save_checkpoint(folder: Path, units: ShardedModel) -> None:
     """Save the weights as a checkpoint that `ftkit export` reads. A collective."""
     ftkit.save_checkpoint(folder / ENGINE_FOLDER, units)
     if units.comm.rank == 0:
-        save_config(units.model, folder)  # type: ignore[arg-type]  # a transformers model
+        save_config(units.model, folder)
         write_contents(folder, apart=(ENGINE_FOLDER,))
     dist.barrier()
 
@@ -108,15 +108,14 @@ def main() -> int:
     options, exceeded = parser.parse_args(), 0
     with tempfile.TemporaryDirectory(prefix="ftkit-bench-") as scratch:
         for name, size in (("small", "13m"), ("model", options.model)):
-            Path(scratch, name).mkdir()
-            write_model(Path(scratch, name), size)
+            write_model(size, Path(scratch, name))
         for world in (1, 2):
             torch.multiprocessing.spawn(files_main, (world, scratch), nprocs=world)
             torch.multiprocessing.spawn(export_main, (world, scratch), nprocs=1)
         for file in sorted(Path(scratch).glob("*.json")):
             for call, (peak, bound) in json.loads(file.read_text()).items():
                 exceeded += peak > bound
-                print(f"{file.stem}, {call}: peak {peak / 2**20:.0f} MiB, bound {bound / 2**20:.0f} MiB")
+                print(f"{file.stem}, {call}: peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB")
     print("bound exceeded" if exceeded else "within the bounds")
     return int(exceeded > 0)
 

@@ -24,14 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Lifetime:
-    """One storage: its bytes, its tier, the operation that made it, and its lifetime.
+    """One storage: its bytes, its tier, and its lifetime.
 
     Time counts storages made and freed. `died` is None while the storage is alive.
     """
 
     size_bytes: int
     tier: str
-    operation: str
     born: int
     died: int | None = None
 
@@ -69,7 +68,7 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._note(tensor, func)
+                self._note(tensor)
         return result
 
     def lifetime(self, tensor: Tensor) -> Lifetime | None:
@@ -81,7 +80,7 @@ class Meter(TorchDispatchMode):
         """Return the storages that are alive at a tier's peak."""
         return [each for each in self.lifetimes if each.tier == tier and each.lives_at(self.peak_at[tier])]
 
-    def _note(self, tensor: Tensor, func: Any) -> None:
+    def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -90,7 +89,7 @@ class Meter(TorchDispatchMode):
         if not size:
             return
         self._time += 1
-        lifetime = Lifetime(size, tier, str(func), self._time)
+        lifetime = Lifetime(size, tier, self._time)
         self.lifetimes.append(lifetime)
         self._known[key] = weakref.ref(storage, partial(self._gone, key)), lifetime
         self.live[tier] += size

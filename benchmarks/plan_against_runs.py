@@ -25,30 +25,24 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.run import entering
+from benchmarks.shapes import write_model
 from ftkit.config.recipe import parse
 from ftkit.plan.catalog import find_hardware
+from ftkit.plan.memory import MIB
 from ftkit.train.planning import plan_recipe
 
-MIB = 1 << 20
 LEAST = 0.85
 WITHIN = 0.20
 STEPS = 8
 """Steps of a run whose seconds are measured."""
 ROWS = 400
-LLAMAS = {  # hidden, inner, layers, vocabulary
-    "13M": (256, 1024, 8, 8000),
-    "34M": (512, 1376, 8, 8000),
-    "70M": (512, 2048, 12, 16000),
-    "134M": (768, 2048, 12, 32000),
-    "1.1B": (2048, 5632, 20, 32000),
-}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a Llama of `LLAMAS`, ranks, tokens per sequence, sequences per rank, and forced choices."""
+    """One run: a Llama of `shapes`, ranks, tokens per sequence, sequences per rank, and forced choices."""
 
     llama: str
     ranks: int
@@ -64,64 +58,35 @@ class Case:
         return f"{self.llama} x{self.ranks} {self.dtype} {self.micro_batch}x{self.sequence_tokens} {forced or 'auto'}"
 
 
-NVME = {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "activation_offload": "nvme"}
+RECOMPUTE = {"stage": 3, "activations": "recompute"}
+TIERS = ("parameters", "gradients", "state", "activation_offload")
+NVME, HOST = (RECOMPUTE | dict.fromkeys(TIERS, tier) for tier in ("nvme", "host"))
 CASES = (
-    Case("13M", 1, "fp32", 256, 4),
-    Case("34M", 2, "fp32", 256, 2, save=True),
-    Case("134M", 2, "bf16", 256, 1, {"stage": 3, "activations": "recompute"}),
-    Case("134M", 1, "fp32", 256, 2, {"activations": "recompute"}),
-    Case("34M", 2, "bf16", 256, 2, {"stage": 3, "activations": "recompute", "state": "nvme"}, save=True),
-    Case("70M", 2, "bf16", 256, 1, {"stage": 3, "activations": "recompute", **NVME}),
-    Case("70M", 3, "bf16", 128, 1, {"stage": 1, "activations": "keep"}, accumulation=2),
-    Case("34M", 3, "fp32", 256, 1, {"stage": 3, "activations": "keep", "reshard_after_forward": False}),
-    Case(
-        "70M",
-        2,
-        "bf16",
-        256,
-        1,
-        {"stage": 2, "activations": "recompute", "gradients": "host", "activation_offload": "host"},
-        2,
-    ),
-    Case("34M", 1, "fp32", 1024, 1, {"activations": "keep"}),
+    Case("12m", 1, "fp32", 256, 4),
+    Case("34m", 2, "fp32", 256, 2, save=True),
+    Case("134m", 2, "bf16", 256, 1, RECOMPUTE),
+    Case("134m", 1, "fp32", 256, 2, {"activations": "recompute"}),
+    Case("34m", 2, "bf16", 256, 2, RECOMPUTE | {"state": "nvme"}, save=True),
+    Case("70m", 2, "bf16", 256, 1, NVME),
+    Case("70m", 3, "bf16", 128, 1, {"stage": 1, "activations": "keep"}, 2),
+    Case("34m", 3, "fp32", 256, 1, {"stage": 3, "activations": "keep", "reshard_after_forward": False}),
+    Case("70m", 2, "bf16", 256, 1, RECOMPUTE | {"stage": 2, "gradients": "host", "activation_offload": "host"}, 2),
+    Case("34m", 1, "fp32", 1024, 1, {"activations": "keep"}),
 )
 GPU_CASES = (
-    Case("1.1B", 1, "fp16", 2048, 2),
-    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute"}),
-    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute", "gradients": "host", "state": "host"}, 4),
-    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute", **dict.fromkeys(NVME, "host")}, 4, save=True),
-    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute", **NVME}, 4),
+    Case("1.1b", 1, "fp16", 2048, 2),
+    Case("1.1b", 1, "fp16", 2048, 2, RECOMPUTE),
+    Case("1.1b", 1, "fp16", 2048, 2, RECOMPUTE | {"gradients": "host", "state": "host"}, 4),
+    Case("1.1b", 1, "fp16", 2048, 2, HOST, 4, save=True),
+    Case("1.1b", 1, "fp16", 2048, 2, NVME, 4),
 )
-
-
-RECOMPUTE = {"stage": 3, "activations": "recompute"}
 TIMED_CASES = (
-    Case("34M", 2, "fp32", 512, 1, RECOMPUTE),
-    Case("70M", 2, "fp32", 256, 2, {"stage": 2, "activations": "keep"}),
-    Case("134M", 2, "fp32", 256, 1, {**RECOMPUTE, "reshard_after_forward": False}, accumulation=2),
-    Case("70M", 1, "fp32", 512, 1, {"activations": "recompute"}),
-    Case("34M", 1, "fp32", 1024, 1, {"activations": "keep"}, accumulation=2),
+    Case("34m", 2, "fp32", 512, 1, RECOMPUTE),
+    Case("70m", 2, "fp32", 256, 2, {"stage": 2, "activations": "keep"}),
+    Case("134m", 2, "fp32", 256, 1, RECOMPUTE | {"reshard_after_forward": False}, 2),
+    Case("70m", 1, "fp32", 512, 1, {"activations": "recompute"}),
+    Case("34m", 1, "fp32", 1024, 1, {"activations": "keep"}, 2),
 )
-
-
-def llama(case: Case) -> LlamaConfig:
-    """Return the configuration of a case's Llama."""
-    hidden, inner, layers, vocabulary = LLAMAS[case.llama]
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-    )
-
-
-def write_model(case: Case, folder: Path) -> None:
-    """Write a Llama with random weights as a folder of the hub."""
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        LlamaForCausalLM(llama(case)).to(torch.bfloat16).save_pretrained(folder)
 
 
 def recipe_of(case: Case, folder: Path, steps: int) -> dict[str, Any]:
@@ -146,7 +111,7 @@ def recipe_of(case: Case, folder: Path, steps: int) -> dict[str, Any]:
 
 def prepare(case: Case, folder: Path, steps: int = 2) -> Path:
     """Write the model, rows and recipe of a run into a folder; return the recipe's path."""
-    write_model(case, folder / "model")
+    write_model(case.llama, folder / "model")
     rows = (Path(__file__).parent.parent / "data" / "python-docs.jsonl").read_text().splitlines()[:ROWS]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     path = folder / "recipe.yaml"
@@ -154,14 +119,14 @@ def prepare(case: Case, folder: Path, steps: int = 2) -> Path:
     return path
 
 
-def ftkit(*words: object) -> None:
-    """Run an `ftkit` command in a process of its own.
+def ftkit(*words: object, group: Path | None = None) -> None:
+    """Run an `ftkit` command in a process of its own, in a cgroup if one is given.
 
     Raises:
         SystemExit: It failed.
     """
     command = [sys.executable, "-c", "from ftkit.cli.app import main; main()", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(entering(group, command), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"ftkit {words[0]}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
 

@@ -1,7 +1,7 @@
 """`make published`: published V100 results beside the plan's event model, as a table in docs/benchmarks.md.
 
 published.yaml has the runs, and one set of constants per machine. Figures with the role `used` were fitted on; those that
-were `held back` test the model, with a tolerance of 10 % (15 % with state on NVMe).
+were `held back` test the model, with a tolerance of 10 %.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.literature.schedules import Seconds
 from benchmarks.literature.work import Machine, Work
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-TOLERANCE, NVME_TOLERANCE = 0.10, 0.15
+TOLERANCE = 0.10
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Compared:
     @property
     def holds(self) -> bool:
         """Whether the error is within the tolerance."""
-        return abs(self.error) <= (NVME_TOLERANCE if self.run["options"].get("state") == "nvme" else TOLERANCE)
+        return abs(self.error) <= TOLERANCE
 
 
 def machine(known: Mapping[str, Any]) -> Machine:

@@ -1,6 +1,6 @@
 """`make recipes`: write the packaged recipes with their planned memory and speed, and the index for `ftkit recipes list`.
 
-Each model is fine-tuned on instructions, with all parameters and with LoRA. `ODD` lists the models that need other settings.
+Each model is fine-tuned on instructions, with all parameters and with LoRA. Settings are the defaults of `ftkit init`.
 Variants: larger GPUs, one GPU, text of a domain, long sequences, and GPTs from a configuration. A recipe that does not fit
 its hardware is not written. A test plans every recipe again and compares. All figures are simulated from published rates.
 """
@@ -15,11 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import GPT2Config
+
 from ftkit.config.recipe import parse
 from ftkit.plan.catalog import architectures, find_hardware
 from ftkit.plan.memory import GIB
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.train.planning import plan_recipe
+from ftkit.train.starter import RANK_TOKENS, defaults, find_config
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 INDEX = FOLDER / "index.json"
@@ -36,21 +39,14 @@ train:     {{batch_tokens: {batch}, epochs: 1, seed: 17}}
 optimizer: {{lr: {lr}, betas: [0.9, 0.95], weight_decay: {decay}, warmup_steps: 30, schedule: cosine, max_grad_norm: 1.0}}
 {adapter}output:    {{dir: runs/{name}, save_every_steps: 100, keep: 2}}
 """
-ODD = {
-    "google-t5/t5-11b": {"task": "\ntask:      seq2seq", "tokens": 512, "packing": "false"},
-    "facebook/opt-13b": {"packing": "false"},  # counts positions from its mask: samples laid end to end would not begin at 0
+ADAPTER = "adapter:   {rank: 16, alpha: 32, targets: all-linear}\n"
+METHODS = {  # the method as the index names it, whether it is LoRA, and settings beside the defaults
+    "full": ("all parameters", False, {}),
+    "lora": ("LoRA", True, {}),
+    "domain": ("all parameters, text of a domain", False, {"loss": ", loss_on: all"}),
+    "long": ("LoRA, long sequences", True, {}),
+    "scratch": ("from scratch", False, {"loss": ", loss_on: all", "lr": "1.5e-4"}),
 }
-METHODS = {
-    "full": {"lr": "1.0e-5", "decay": "0.1", "adapter": ""},
-    "lora": {"lr": "1.0e-4", "decay": "0.0", "adapter": "adapter:   {rank: 16, alpha: 32, targets: all-linear}\n"},
-    "domain": {"lr": "1.0e-5", "decay": "0.1", "adapter": "", "loss": ", loss_on: all"},
-    "long": {"lr": "1.0e-4", "decay": "0.0", "adapter": "adapter:   {rank: 16, alpha: 32, targets: all-linear}\n"},
-    "scratch": {"lr": "1.5e-4", "decay": "0.1", "adapter": "", "loss": ", loss_on: all"},
-}
-SAID = {
-    "full": "all parameters", "lora": "LoRA", "domain": "all parameters, text of a domain", "long": "LoRA, long sequences",
-    "scratch": "from scratch",
-}  # fmt: skip
 SHOWN = {HARDWARE: "8xV100-16GB", LARGER: "8xV100-32GB", SINGLE: "one V100-32GB"}
 DOMAIN = ("meta-llama/Llama-2-13b-hf", "Qwen/Qwen2.5-14B")
 LONG = {
@@ -86,15 +82,15 @@ class Entry:
     @property
     def body(self) -> str:
         """The recipe without its first line."""
-        odd = {"task": "", "tokens": 1024 if self.model in GPTS else 2048, "packing": "true", "loss": ""}
-        odd |= ODD.get(self.model, {}) | METHODS[self.method]
+        _, lora, more = METHODS[self.method]
+        gpt = GPT.format(layers=GPTS[self.model]) if self.model in GPTS else None
+        config, ranks = GPT2Config() if gpt else find_config(self.model), find_hardware(self.hardware).gpus
+        chosen = {"model": gpt or f"{{name: {self.model}}}", "loss": "", **defaults(config, lora=lora), **more}
+        chosen["task"] = "\ntask:      seq2seq" if config.is_encoder_decoder else ""
+        chosen["adapter"] = ADAPTER if lora else ""
         if self.tokens is not None:
-            odd["tokens"] = self.tokens
-        model = f"{{name: {self.model}}}"
-        if self.model in GPTS:
-            model = GPT.format(layers=GPTS[self.model])
-        ranks = max(find_hardware(self.hardware).gpus, 1)
-        return TEXT.format(model=model, name=self.name, hardware=self.hardware, ranks=ranks, batch=16384 * ranks, **odd)
+            chosen["tokens"] = self.tokens
+        return TEXT.format(name=self.name, hardware=self.hardware, ranks=ranks, batch=RANK_TOKENS * ranks, **chosen)
 
     @cached_property
     def row(self) -> dict[str, Any]:
@@ -104,13 +100,13 @@ class Entry:
             DoesNotFit: It does not fit.
         """
         known = find_hardware(self.hardware)
-        plan = plan_recipe(parse(self.body, "recipe.yaml"), max(known.gpus, 1), known)
+        plan = plan_recipe(parse(self.body, "recipe.yaml"), known.gpus, known)
         assert plan.speed is not None
         device, host = (plan.needed_bytes(tier) / GIB for tier in ("device", "host"))
         return {
             "name": self.name,
             "model": self.model,
-            "method": SAID[self.method],
+            "method": METHODS[self.method][0],
             "hardware": self.hardware,
             "device_gib": round(device, 1),
             "host_gib": round(host),

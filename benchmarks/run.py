@@ -20,13 +20,11 @@ import json
 import os
 import shutil
 import site
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +34,18 @@ from rich.table import Table
 from benchmarks.engines import ENGINES, SIDE_BY_SIDE
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "runs" / "bench"
 PEERS = ROOT / ".venv-peers"
 DEEPSPEED = "deepspeed==0.19.8"
+TIMEOUT_S = 900
+"""Limit of one run."""
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default=",".join(SIDE_BY_SIDE), help="names, comma-separated")
-    parser.add_argument("--models", default="374m,134m", help="13m, 134m, 374m, 1b, comma-separated")
+    parser.add_argument("--models", default="374m,134m", help="names in shapes.py, comma-separated")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="measured steps per run, after --warmup")
     parser.add_argument("--warmup", type=int, default=2)
@@ -53,7 +54,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="per sequence")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--save", action="store_true", help="also save, and resume in new processes")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds per run")
     return parser.parse_args()
 
 
@@ -76,31 +76,8 @@ def busy_s() -> float:
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a set of ranks.
-
-    Args:
-        ranks: JSON of each rank. A rank that failed early has none.
-        output: Everything that the ranks printed.
-        foreign_cpu_share: Share of the machine's CPU time that other processes used.
-    """
-
-    ranks: list[dict]
-    output: str
-    foreign_cpu_share: float
-
-    @property
-    def error(self) -> str:
-        """The last error in a rank's JSON, else the last one that was printed."""
-        reported = [rank["error"] for rank in self.ranks if rank.get("error")]
-        printed = [line for line in self.output.splitlines() if "Error" in line and "ChildFailed" not in line]
-        return (reported or printed or [self.output])[-1][-300:]
-
-
-def write_result(name: str, result: dict[str, Any], console: Console) -> None:
-    """Write a result with its date as JSON, and print where it is."""
-    folder = ROOT / "runs" / "bench"
+def write_result(name: str, result: dict[str, Any], console: Console, folder: Path = RESULTS) -> None:
+    """Write a result with its date as JSON, and print the file's name."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now()
     path = folder / f"{now:%Y-%m-%d-%H%M%S}-{name}.json"
@@ -108,32 +85,25 @@ def write_result(name: str, result: dict[str, Any], console: Console) -> None:
     console.print(f"written: {path}", highlight=False)
 
 
-def run_ranks(
-    module: str,
-    spec: dict,
-    folder: Path,
-    *,
-    world: int,
-    timeout: float,
-    python: str = sys.executable,
-    enter: Path | None = None,
-    environment: dict[str, str] | None = None,
-) -> Outcome:
-    """Run a module in new processes, and collect the `rank*.json` that they write.
+def entering(group: Path | None, command: list[str]) -> list[str]:
+    """Return the command, run by a shell that first joins a cgroup if one is given."""
+    if group is None:
+        return command
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
+
+
+def run_ranks(spec: dict[str, Any], group: Path | None) -> tuple[list[dict[str, Any]], str, float]:
+    """Run `benchmarks.worker` on new ranks.
 
     Args:
-        module: Module to run. It reads BENCH_SPEC and BENCH_STARTED.
-        spec: Value of BENCH_SPEC.
-        folder: Folder of the ranks' JSON files.
-        world: Number of ranks.
-        timeout: Limit in seconds.
-        python: Interpreter.
-        enter: Memory cgroup of the ranks.
-        environment: Further environment variables.
+        spec: Its value of BENCH_SPEC.
+        group: Memory cgroup of the ranks.
+
+    Returns:
+        JSON of each rank that ended well, everything that they printed, and the share of the machine's CPU time that other
+        processes used.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    folder, world = Path(spec["folder"]), spec["world"]
     variables = {
         **os.environ,
         "BENCH_SPEC": json.dumps(spec),
@@ -142,54 +112,40 @@ def run_ranks(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(ROOT),
-        **(environment or {}),
     }
-    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", module]
-    if enter is not None:
-        command = ["sh", "-c", f'echo $$ > {enter}/cgroup.procs && exec "$@"', "sh", *command]
+    python = peers_python() if ENGINES[spec["engine"]].peer else sys.executable
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     busy, own, start = busy_s(), sum(os.times()[2:4]), time.time()
     with open(folder / "log", "w+") as log:
+        command = entering(group, [*command, "-m", "benchmarks.worker"])
         process = subprocess.Popen(command, env=variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         late = ""
         try:
-            process.wait(timeout)
+            process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            late = f"\nTimeoutError: not done after {timeout:.0f} s"
+            late = f"\nTimeoutError: not done after {TIMEOUT_S} s"
         finally:
-            _end(process)
+            process.terminate()  # the launcher ends its ranks, which would survive a kill
+            process.wait()
         log.seek(0)
         output = log.read() + late
-    used, own_used = busy_s() - busy, sum(os.times()[2:4]) - own
-    share = max(0.0, used - own_used) / ((os.cpu_count() or 1) * (time.time() - start))
-    return Outcome([json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))], output, share)
+    used = busy_s() - busy - (sum(os.times()[2:4]) - own)
+    share = max(0.0, used) / ((os.cpu_count() or 1) * (time.time() - start))
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))], output, share
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Terminate a launcher. It ends its ranks, which would survive a kill."""
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def run_once(name: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one engine once; return its figures, or its error."""
-    python = peers_python() if ENGINES[name].peer else sys.executable
-    save = getattr(options, "save", False)
-    limits = {"world": options.world, "timeout": options.timeout, "enter": getattr(options, "enter", None), "python": python}
-    with tempfile.TemporaryDirectory(prefix="ftkit-bench-", dir=scratch(save)) as folder:
-        keys = ("batch", "warmup", "steps", "dtype", "world", "tokens")
-        spec = {"engine": name, "model": model, "folder": folder, "save": save, "resume": None}
-        spec |= {key: getattr(options, key) for key in keys}
-        outcome = run_ranks("benchmarks.worker", spec, Path(folder), **limits)
-        ranks = outcome.ranks
+def run_once(name: str, model: str, options: argparse.Namespace, group: Path | None = None) -> dict[str, Any]:
+    """Run one engine once, in a memory cgroup if one is given; return its figures, or its error."""
+    found: dict[str, Any] = {"engine": name, "model": model}
+    (ROOT / "runs").mkdir(exist_ok=True)  # checkpoints belong on the drive of this repository
+    with tempfile.TemporaryDirectory(prefix="ftkit-bench-", dir=ROOT / "runs" if options.save else None) as folder:
+        keys = ("batch", "warmup", "steps", "dtype", "world", "tokens", "save")
+        spec = {**found, "folder": folder, "resume": None, **{key: getattr(options, key) for key in keys}}
+        ranks, output, found["foreign_cpu_share"] = run_ranks(spec, group)
         if len(ranks) < options.world:
-            return {"engine": name, "model": model, "error": outcome.error}
-        found = figures(ranks) | {"engine": name, "model": model, "foreign_cpu_share": outcome.foreign_cpu_share}
-        if not save:
+            return found | {"error": error_in(output)}
+        found |= figures(ranks)
+        if not options.save:
             return found
         checkpoint = Path(folder, f"checkpoint-{options.warmup + options.steps}")
         found["saved_gb"] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) / 1e9
@@ -197,22 +153,21 @@ def run_once(name: str, model: str, options: argparse.Namespace) -> dict[str, An
         drop_cache(checkpoint)
         for path in Path(folder).glob("rank*.json"):
             path.unlink()
-        outcome = run_ranks("benchmarks.worker", {**spec, "resume": str(checkpoint)}, Path(folder), **limits)
-        if len(outcome.ranks) < options.world:
-            return found | {"error": f"does not resume: {outcome.error}"}
-        resumed = outcome.ranks[0]
-        found["resume_s"] = resumed["startup_s"] - found["startup_s"]
-        pairs = zip(ranks[0]["losses"][-len(resumed["losses"]) :], resumed["losses"])
+        again, output, _ = run_ranks({**spec, "resume": str(checkpoint)}, group)
+        if len(again) < options.world:
+            return found | {"error": f"does not resume: {error_in(output)}"}
+        found["resume_s"] = again[0]["startup_s"] - found["startup_s"]
+        pairs = zip(ranks[0]["losses"][-len(again[0]["losses"]) :], again[0]["losses"])
         return found | {"loss_off": max(abs(before - after) for before, after in pairs)}
 
 
-def scratch(save: bool) -> Path | None:
-    """Return the folder for temporary files: checkpoints belong on the drive of this repository."""
-    (ROOT / "runs").mkdir(exist_ok=True)
-    return ROOT / "runs" if save else None
+def error_in(output: str) -> str:
+    """Return the last error that ranks printed."""
+    printed = [line for line in output.splitlines() if "Error" in line and "ChildFailed" not in line]
+    return (printed or [output])[-1][-300:]
 
 
-def figures(ranks: list[dict]) -> dict[str, Any]:
+def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of a run from its ranks' records."""
     return {
         "step_s": statistics.median(ranks[0]["steps_s"]),

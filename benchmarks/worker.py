@@ -23,10 +23,9 @@ STEPS_AFTER = 2
 os.environ.update(ENGINE.environment)
 
 import torch  # noqa: E402  (as above)
-import transformers  # noqa: E402  (as above)
 from transformers import LlamaForCausalLM, TrainerCallback  # noqa: E402  (as above)
 
-from benchmarks.shapes import VOCABULARY, llama  # noqa: E402  (as above)
+from benchmarks.shapes import llama  # noqa: E402  (as above)
 
 
 def peak_bytes() -> int:
@@ -56,9 +55,10 @@ class Clock(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def random_tokens(rows: int, tokens: int) -> list[dict[str, torch.Tensor]]:
+def random_tokens(rows: int) -> list[dict[str, torch.Tensor]]:
     """Return rows of random tokens, the same for every engine and rank."""
-    ids = torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(1234))
+    vocabulary = llama(SPEC["model"]).vocab_size
+    ids = torch.randint(0, vocabulary, (rows, SPEC["tokens"]), generator=torch.Generator().manual_seed(1234))
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
@@ -67,7 +67,7 @@ def floor() -> None:
     torch.manual_seed(42)
     model = LlamaForCausalLM(llama(SPEC["model"]))
     steps, began, losses = [], time.time(), []
-    for row in random_tokens(SPEC["warmup"] + SPEC["steps"], SPEC["tokens"]):
+    for row in random_tokens(SPEC["warmup"] + SPEC["steps"]):
         start = time.time()
         batch = {name: tensor.expand(SPEC["batch"], -1) for name, tensor in row.items()}
         with torch.autocast("cpu", torch.bfloat16, enabled=SPEC["dtype"] == "bf16"):
@@ -82,7 +82,6 @@ def floor() -> None:
 def write(result: dict) -> None:
     """Write this rank's results to `rank<r>.json`."""
     result["peak_bytes"] = peak_bytes()
-    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     if torch.cuda.is_available():
         result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
     Path(SPEC["folder"], f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
@@ -119,7 +118,7 @@ def main() -> None:
     model = LlamaForCausalLM(llama(SPEC["model"]))
     rows = max(64, (last + STEPS_AFTER) * SPEC["batch"] * SPEC["world"])
     clock = Clock()
-    trainer = Trainer(model=model, args=arguments, train_dataset=random_tokens(rows, SPEC["tokens"]), callbacks=[clock])
+    trainer = Trainer(model=model, args=arguments, train_dataset=random_tokens(rows), callbacks=[clock])
     trainer.train(resume_from_checkpoint=SPEC["resume"])
     steps = [end - begin for begin, end in zip([clock.first_step_begins, *clock.ends], clock.ends)]
     write(

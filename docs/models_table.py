@@ -8,11 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.recipes import Entry
-from ftkit.config.recipe import parse
-from ftkit.plan.catalog import architectures, find_hardware
-from ftkit.plan.memory import GIB
+from ftkit.plan.catalog import architectures
 from ftkit.plan.refuse import DoesNotFit
-from ftkit.train.planning import plan_recipe
 
 PAGE, README = Path(__file__).parent / "models.md", Path(__file__).parents[1] / "README.md"
 HARDWARE = {"8xv100-16gb": "8 x V100 16 GB", "8xv100-32gb": "8 x V100 32 GB", "1xv100-32gb": "1 x V100 32 GB"}
@@ -37,14 +34,11 @@ change what fits; for other models use `ftkit plan MODEL --hardware 8xv100-16gb`
 
 def cell(model: str, method: str, hardware: str) -> str:
     """Return what the plan says of a model on a node: tokens/s and GiB, or "no" if nothing fits."""
-    known = find_hardware(hardware)
     try:
-        plan = plan_recipe(parse(Entry(model, method, hardware).body, "recipe.yaml"), max(known.gpus, 1), known)
+        row = Entry(model, method, hardware).row
     except DoesNotFit:
         return "no"
-    assert plan.speed is not None
-    device, host = (plan.needed_bytes(tier) / GIB for tier in ("device", "host"))
-    return f"**{plan.speed.tokens_per_s:,.0f}** ({device:.1f} / {host:.0f})"
+    return f"**{row['tokens_per_s']:,}** ({row['device_gib']:.1f} / {row['host_gib']})"
 
 
 def page() -> str:

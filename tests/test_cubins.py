@@ -22,10 +22,8 @@ def test_a_cubin_comes_out(specimen: Specimen, capability: int, tmp_path: Path, 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = compile_for(specimen, capability)
     assert made.cubin[:4] == b"\x7fELF"
-    assert not made.tensor_cores
-    assert made.instructions["ret"] >= 1
     assert 0 < made.registers <= 65536 // (32 * specimen.warps), "a program must fit a multiprocessor"
-    assert made.local == 0, "it spills"
+    assert made.spilled == 0, "it spills"
 
 
 def test_no_kernel_is_left_out() -> None:

@@ -83,6 +83,18 @@ def find_config(model: str) -> Any:
     raise UserError(f"{model}: {reason}. {hint}`ftkit recipes list` shows the recipes; a model is OWNER/NAME or a folder")
 
 
+def defaults(config: Any, *, lora: bool) -> dict[str, Any]:
+    """Return the settings of a recipe that depend on the model's configuration and the method."""
+    seq2seq = bool(config.is_encoder_decoder)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or SEQUENCE_TOKENS
+    return {
+        "tokens": min(SEQ2SEQ_TOKENS if seq2seq else SEQUENCE_TOKENS, 1 << (int(positions).bit_length() - 1)),
+        "packing": str(not seq2seq and config.model_type not in UNPACKED).lower(),
+        "lr": "1.0e-4" if lora else "1.0e-5",
+        "decay": "0.0" if lora else "0.1",
+    }
+
+
 def starter_text(model: str, data: str, ranks: int, hardware: str | None = None, *, lora: bool = False) -> str:
     """Return a recipe as text.
 
@@ -97,23 +109,18 @@ def starter_text(model: str, data: str, ranks: int, hardware: str | None = None,
         UserError: The model is unknown.
     """
     config = find_config(model)
-    seq2seq = bool(config.is_encoder_decoder)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or SEQUENCE_TOKENS
-    tokens = min(SEQ2SEQ_TOKENS if seq2seq else SEQUENCE_TOKENS, 1 << (int(positions).bit_length() - 1))
     [(key, value)] = data_keys(data).items()
     name = f"{Path(model).name.lower()}-{'lora' if lora else 'full'}"
+    chosen = defaults(config, lora=lora)
     return TEXT.format(
         parallel="" if hardware is None else f"ranks: {ranks}\nhardware: {_scalar(hardware)}\n",
-        task="task: seq2seq\n" if seq2seq else "",
+        task="task: seq2seq\n" if config.is_encoder_decoder else "",
         model=_scalar(model),
         data=f"{key}: {_scalar(value)}",
-        tokens=tokens,
-        packing=str(not seq2seq and config.model_type not in UNPACKED).lower(),
-        batch=max(RANK_TOKENS // tokens, 1) * tokens * ranks,
-        lr="1.0e-4" if lora else "1.0e-5",
-        decay="0.0" if lora else "0.1",
+        batch=max(RANK_TOKENS // chosen["tokens"], 1) * chosen["tokens"] * ranks,
         adapter=ADAPTER if lora else "",
         dir=_scalar(f"runs/{name}"),
+        **chosen,
     )
 
 

@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 import ftkit
-from benchmarks.plan_against_runs import GPU_CASES, Case, llama
+from benchmarks.plan_against_runs import GPU_CASES, Case
+from benchmarks.shapes import llama
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.optim.loss_scale import LossScale
 from ftkit.hf.kernels.head import only_loss, usable_loss
@@ -47,7 +48,7 @@ def training(case: Case, device: torch.device, folder: str) -> Training:
     """Return the sharded model of a case, a function that runs a micro-batch and returns its loss, and the update."""
     torch.manual_seed(0)
     with device:
-        model = LlamaForCausalLM(llama(case)).to(torch.float16 if case.dtype == "fp16" else torch.float32)
+        model = LlamaForCausalLM(llama(case.llama)).to(torch.float16 if case.dtype == "fp16" else torch.float32)
     model = model.cpu()
     if device.type == "cuda":
         torch.cuda.empty_cache()

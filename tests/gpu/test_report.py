@@ -194,7 +194,7 @@ def test_copies_beside_kernels() -> None:
 
 
 def test_the_measured_runs_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [replace(case, llama="13M", sequence_tokens=32) for case in GPU_CASES]
+    small = [replace(case, llama="12m", sequence_tokens=32) for case in GPU_CASES]
     small[:4] = [replace(case, dtype="fp32") for case in small[:4]]  # fp16 is slow on a CPU
     monkeypatch.setattr(measured, "GPU_CASES", small)
     monkeypatch.setattr(measured, "CARD", torch.device("cpu"))
