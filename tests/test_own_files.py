@@ -11,7 +11,7 @@ from ftkit.cli import app as cli
 from ftkit.config.recipe import parse
 from ftkit.errors import UserError
 from ftkit.hf.trainer.checkpoints import complete, rotate
-from ftkit.output.run_folder import RunFolder, check_target, publish, remove_unfinished
+from ftkit.output.run_folder import RunFolder, publish, remove_unfinished
 from tests.jobs import job, recipe
 
 
@@ -91,17 +91,6 @@ def refusal(capsys, *arguments):
     assert caught.value.code == 2, text
     assert "Traceback" not in text
     return " ".join(text.split())
-
-
-def test_an_output_file_replaces_a_file_of_its_kind_only(tmp_path):
-    page, text = tmp_path / "page.html", tmp_path / "notes.txt"
-    page.touch()
-    text.touch()
-    check_target(page, "--out", ".html")
-    check_target(tmp_path / "new", "--out", ".html")
-    for path in (text, tmp_path, Path("/dev/null")):
-        with pytest.raises(UserError, match=rf"--out: {path} exists and is not a \.html file"):
-            check_target(path, "--out", ".html")
 
 
 def test_verify_removes_its_trials_and_nothing_else(home, tmp_path):

@@ -16,7 +16,7 @@ from rich.console import Console
 from ftkit.config.recipe import Recipe
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.output.run_folder import plain, write
+from ftkit.output.run_folder import plain
 from ftkit.plan.catalog import Hardware
 from ftkit.report.text import literal
 
@@ -78,12 +78,6 @@ def screen() -> Console:
 def echo_json(value: Any) -> None:
     """Print a result as JSON. A number that is not finite becomes null."""
     typer.echo(json.dumps(plain(value), indent=1))
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file that the user named, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, text)
 
 
 def rank_count(nproc: int | None, recipe: Recipe | None = None, profile: Hardware | None = None) -> int:

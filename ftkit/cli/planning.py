@@ -26,12 +26,11 @@ from ftkit.cli.options import (
     say,
     screen,
     start_ranks,
-    write_file,
 )
 from ftkit.config.recipe import load, packaged
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.output.run_folder import check_target
+from ftkit.output.run_folder import write_file
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.plan import Plan
 from ftkit.plan.whatif import Answer, largest, what_if
@@ -74,8 +73,6 @@ def plan(
             raise UserError("--set is for a RECIPE; `ftkit init` writes the recipe of a model")
         ranks = rank_count(nproc, None, profile)
         facts = starter(recipe, ranks, hardware, lora=lora)
-    if out is not None:
-        check_target(out, "--out", ".html")
     from ftkit.train.planning import ask, epoch_of
 
     with Console(stderr=True).status("planning …"):
@@ -141,8 +138,6 @@ def data(
     """Show the rows of a recipe as tokens and labels, with warnings. The exit code is 2 if a run would refuse them."""
     from ftkit.train.preview import preview
 
-    if out is not None:
-        check_target(out, "--out", ".html")
     found = preview(recipe, settings=overrides or (), rows=rows)
     if as_json:
         echo_json(asdict(found))

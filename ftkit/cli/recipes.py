@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ftkit.cli.options import Json, RecipeName, echo_json, write_file
+from ftkit.cli.options import Json, RecipeName, echo_json
 from ftkit.config.recipe import find, packaged
 from ftkit.errors import UserError
+from ftkit.output.run_folder import write_file
 
 TYPICAL_TOKENS = 100_000_000
 """Tokens of a data set, for the column of days: about 200,000 conversations of 500 tokens."""

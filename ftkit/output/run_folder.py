@@ -266,12 +266,6 @@ def _discard(path: Path) -> None:
 # --- files
 
 
-def check_target(path: Path, option: str, *suffixes: str) -> None:
-    """Raise UserError if a file that the user names exists, and is not a regular file of an expected kind."""
-    if os.path.lexists(path) and not (path.is_file() and path.suffix in suffixes):
-        raise UserError(f"{option}: {path} exists and is not a {suffixes[0]} file; name another file")
-
-
 def write_file(path: Path, text: str) -> None:
     """Write a file that the user named, and make the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
