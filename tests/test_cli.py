@@ -201,7 +201,7 @@ def test_dry_run(capsys, places):
     assert leave("finetune", places(), "--dry-run", "--nproc", "2") == 0
     said = capsys.readouterr().out
     assert "step: 128 tokens = 2 ranks x 2 sequences x 1 micro-batch x 32 tokens" in said
-    assert "steps: 2, 2 an epoch of 8 sequences" in said
+    assert "steps: 2 in all, 2 per epoch of 8 sequences" in said
     assert "parameters" in said
 
 

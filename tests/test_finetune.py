@@ -113,7 +113,7 @@ def test_a_run_leaves_its_report(whole, ended):
     for told in ("ended</span>", "10 <small>of 10", "Step 3 of rank 0, measured", "backward 0: ", "3+1?", "max_steps: 10"):
         assert told in page, told
     standing = json.loads((whole[0] / "report.json").read_text())
-    assert (standing["status"], standing["steps"], standing["plan"]["ranks"]) == ("ended", 10, 2)
+    assert (standing["status"], standing["steps"], standing["plan"]["ranks"]) == ("finished", 10, 2)
     early = (ended[0] / "report.html").read_text()
     assert "ended early</span>" in early
     assert "ended at step 6" in early

@@ -35,7 +35,7 @@ def generate(
     nproc: Nproc = None,
     as_json: Json = False,
 ) -> None:
-    """Answer prompts with a base or fine-tuned model. Several ranks shard it."""
+    """Answer prompts with a base or fine-tuned model. With --nproc above 1, the ranks shard its parameters."""
     asked = prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not asked:
         raise UserError("no prompt: give one or more after the model, or write them to stdin, one per line")
@@ -59,7 +59,8 @@ def eval_model(
 ) -> None:
     """Print loss (nats per label token) and perplexity of a model on rows of text, prompts or chats.
 
-    Prompts and user turns do not count, as in training. Several ranks shard the model.
+    Labels are the answers only, as in training: prompts and user turns are masked. With --nproc above 1, the ranks shard the
+    model's parameters.
     """
     found = asdict(_on_ranks("ftkit.train.generate:evaluation", (model, data, sequence_tokens), nproc))
     if as_json:
@@ -82,7 +83,7 @@ def _on_ranks(entry: str, arguments: tuple[Any, ...], nproc: int | None) -> Any:
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder checkpoint-N of a run.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FOLDER", help="Folder for the model.")],
-    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Default: as before training.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Default: the dtype of the original model files.")] = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest safetensors file, such as 500MB or 5GB.")
     ] = "5GB",

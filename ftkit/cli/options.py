@@ -50,11 +50,15 @@ Overrides = Annotated[
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Ranks on this node. Default: `ranks` of a recipe, else one per GPU, or 1."),
+    typer.Option("--nproc", min=1, help="Ranks on this node. Default: a recipe's `ranks`, else one per GPU, or 1 on a CPU."),
 ]
 HardwareName = Annotated[
     str | None,
-    typer.Option("--hardware", metavar="NAME|FILE.yaml", help="Plan for this hardware profile. Default: this machine."),
+    typer.Option(
+        "--hardware",
+        metavar="NAME|FILE.yaml",
+        help="Plan for the GPUs and memory of this profile. Default: this machine (a recipe's `hardware` gives only rates).",
+    ),
 ]
 Lora = Annotated[bool, typer.Option("--lora", help="For a MODEL: LoRA of rank 16 instead of all parameters.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

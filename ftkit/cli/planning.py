@@ -46,11 +46,11 @@ def plan(
         bool | None,
         typer.Option(
             "--what-if/--no-what-if",
-            help="Also plan larger GPUs, an NVMe drive, LoRA, half the sequence. Default: if the profile has rates.",
+            help="Also plan larger GPUs, an NVMe drive, LoRA, half the sequence length. Default: on if the rates are known.",
         ),
     ] = None,
     most: Annotated[
-        bool, typer.Option("--largest", help="Plan the largest model that fits: the same blocks, more or fewer of them.")
+        bool, typer.Option("--largest", help="Vary the model's number of blocks, and plan the largest model that fits.")
     ] = False,
     as_json: Json = False,
     out: Page = None,
@@ -110,7 +110,7 @@ def init(
     data: DataName,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.yaml", help="Recipe to write.")] = Path("recipe.yaml"),
     hardware: HardwareName = None,
-    lora: Annotated[bool, typer.Option("--lora", help="LoRA, also if full fine-tuning fits.")] = False,
+    lora: Annotated[bool, typer.Option("--lora", help="LoRA, even if full fine-tuning fits.")] = False,
     nproc: Nproc = None,
 ) -> None:
     """Write a recipe that fits this machine or --hardware: full fine-tuning if that fits, else LoRA."""

@@ -20,7 +20,7 @@ from ftkit.spec.tiers import DEVICE
 JUDGED = ("loss", "grad_norm", "eval_loss")
 """Keys of metrics.jsonl whose null stands for NaN or an infinity."""
 
-GOING_ON, ENDED, ENDED_EARLY, FAILED = "going on", "ended", "ended early", "failed"
+GOING_ON, ENDED, ENDED_EARLY, FAILED = "running", "finished", "ended early", "failed"
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ def _cards(facts: Facts, status: str) -> Iterator[Card]:
     if after is None:
         before, after = None, before
     yield f"{name}, nats per token", "" if before is None else short(before), short(after), "", change
-    yield "speed", "", short(facts.tokens_per_s, 3), "tokens/s", f"{facts.tokens:,.0f} tokens" if facts.tokens else ""
+    mean = "mean speed, pauses included" if facts.summary else "speed"
+    yield mean, "", short(facts.tokens_per_s, 3), "tokens/s", f"{facts.tokens:,.0f} tokens" if facts.tokens else ""
     steps, done = facts.standing.get("steps"), facts.steps
     share = f"{min(done / steps, 1):.0%} done" if steps and status == GOING_ON else ""
     yield "steps", "", f"{done:,.0f}", f"of {steps:,.0f}" if steps else "", share
@@ -105,7 +106,7 @@ def _cards(facts: Facts, status: str) -> Iterator[Card]:
     for tier in (DEVICE, HOST):
         planned = facts.planned_bytes(tier)
         if peak := facts.peak_bytes(tier):
-            yield f"peak {tier} memory per rank", "", gib(peak), "", f"{gib(planned)} planned" if planned else ""
+            yield f"peak {tier} memory, highest rank", "", gib(peak), "", f"{gib(planned)} planned" if planned else ""
 
 
 def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
@@ -130,12 +131,12 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
         line_chart("Loss", ("loss", "nats per token"), loss, xs=steps),
         line_chart("Gradient norm", ("before clipping", ""), series("grad_norm", "norm"), xs=steps, log=True),
         line_chart("Learning rate", ("learning rate", "10⁻³"), rate, xs=steps, from_zero=True),
-        line_chart("Speed", ("speed", "tokens/s"), speed, xs=steps, from_zero=True),
+        line_chart("Speed of each step", ("speed", "tokens/s"), speed, xs=steps, from_zero=True),
     ]
     if scale:
         drawn.insert(3, line_chart("Loss scale", ("loss scale", ""), scale, xs=steps, log=True))
     if accuracy:
-        drawn.append(line_chart("Accuracy on held-out rows", ("label tokens predicted", "%"), accuracy, xs=steps))
+        drawn.append(line_chart("Accuracy on held-out rows", ("label tokens correct", "%"), accuracy, xs=steps))
     for tier in (DEVICE, HOST):
         memory = series(f"peak_{tier}_bytes", "measured", unit=GIB)
         if any(y for each in memory for _, y in each.points):
@@ -151,16 +152,18 @@ def _memory(facts: Facts) -> Markup | str:
             bars.append(Bar(f"{name}, planned", purposes, facts.granted_bytes(tier)))
             if peak := facts.peak_bytes(tier):
                 bars.append(Bar(f"{name}, measured", [("measured peak", peak)], plain=True))
-    return stacked_bars("One rank at its peak", bars) if bars else ""
+    return stacked_bars("The rank with the highest peak", bars) if bars else ""
 
 
 def _steps(facts: Facts) -> Iterator[Markup]:
     if facts.trace:
         trace = from_chrome(facts.trace)
         yield draw(f"Step {trace.step} of rank 0, measured: {lasted(trace.seconds)}", trace)
-        in_turn = "A CPU runs all streams in turn. " if trace.device == "cpu" else ""
-        gaps = "The gap between forward and backward is the head and the loss. "
-        yield Markup('<p class="remark">Numbers are blocks. {}{}Perfetto opens trace.json, too.</p>').format(gaps, in_turn)
+        overlap = "On a CPU, computation, collectives and update do not overlap. " if trace.device == "cpu" else ""
+        yield Markup(
+            '<p class="remark">The number in a bar is the index of the block. The gap between forward and backward is the head '
+            "and the loss. {}For details, open trace.json in ui.perfetto.dev.</p>"
+        ).format(overlap)
     if facts.standing.get("simulated"):
         found = from_chrome(facts.standing["simulated"])
         yield draw(f"The same step as simulated by the plan: {lasted(found.seconds)}", found)

@@ -24,7 +24,15 @@ WORDS = (
 )
 COLOUR_OF = {word: colour for colour, words in enumerate(WORDS) for word in words}
 """First word of a span's name to its colour."""
-LEGEND = ("forward", "backward", "weights in", "gradients out", "update", "head and loss", "activations and others")
+LEGEND = (
+    "forward",
+    "backward",
+    "all-gather and reads of weights",
+    "reduce-scatter and copies of gradients",
+    "optimizer update",
+    "head and loss",
+    "activations and others",
+)
 ORDER = ("compute", "collectives", "up", "down", "host update")
 """Streams from the top; others follow."""
 

@@ -180,7 +180,7 @@ def notices(recipe: Recipe, parts: Parts) -> list[str]:
     order = WholeSteps(rows.order(recipe.train.seed), step_sequences)
     sequences, warmup = len(order.order), recipe.optimizer.warmup_steps
     steps = steps_of(recipe, sequences, step_sequences)
-    lines.append(f"steps: {steps:,}, {sequences // step_sequences:,} an epoch of {sequences:,} sequences")
+    lines.append(f"steps: {steps:,} in all, {sequences // step_sequences:,} per epoch of {sequences:,} sequences")
     if rest := sequences - len(order):
         lines.append(f"{rest} of {counted(sequences, 'sequence')} left over in each epoch: a step takes {step_sequences}")
     if warmup >= steps:

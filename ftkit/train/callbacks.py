@@ -131,8 +131,8 @@ class LookAtModel(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the model, and refuse a run in which the modules that need fp32 do not fit."""
         units = self.trainer.engine
-        where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"
-        self.console.print(literal(f"fused{where}: {units.fused.summary()}"))
+        where = "" if units.comm.device.type == "cuda" else "off without a GPU; on one, "
+        self.console.print(literal(f"fused kernels: {where}{units.fused.summary()}"))
         self.trainer.overflow_scan.look(self.trainer.first_batches())
         if widens_inputs(units):
             self.trainer.plan.check_wide_inputs()

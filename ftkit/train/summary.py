@@ -147,7 +147,7 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     if summary["divergences"]:
         lines.append(("diverged", f"{counted(summary['divergences'], 'step')}: {folder.divergences}"))
     loss = summary["train_loss"]
-    lines.append(("train loss", "none is finite" if loss is None else f"{loss:.4f}"))
+    lines.append(("mean train loss", "none is finite" if loss is None else f"{loss:.4f}"))
     lines += _evaluated(summary)
     for name, key in (("GPU", "device_bytes"), ("host", "host_bytes")):
         peak, planned = max(each[key] for each in summary["peaks_per_rank"]), summary["planned_per_rank"][key]

@@ -59,7 +59,7 @@ def test_the_report_of_the_demo(browser: Chromium, demo: Path, tmp_path: Path, w
     check(browser, demo)
     assert browser.evaluate(IS_DARK) == dark
     assert (browser.evaluate(BRIGHTNESS) < 3 * 60) == dark
-    assert browser.evaluate("document.querySelector('.status').textContent") == "ended"
+    assert browser.evaluate("document.querySelector('.status').textContent") == "finished"
     assert browser.evaluate("document.querySelectorAll('svg.chart').length") >= 7
     if width == DESKTOP:
         browser.screenshot(tmp_path / "shown.png", height=SHOWN_HEIGHT)

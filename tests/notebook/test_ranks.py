@@ -54,7 +54,7 @@ def test_a_run_stays_on_the_ranks(ranks, recipe, capfd):
     shown = capfd.readouterr()
     assert "step 10/10  loss" in shown.out + shown.err
     assert "\x1b" not in shown.out + shown.err
-    assert json.loads(Path("run/report.json").read_text())["status"] == "ended"
+    assert json.loads(Path("run/report.json").read_text())["status"] == "finished"
     ranks.run("step = trainer.state.global_step")
     assert ranks.view["step"] == [10, 10]
     found = ranks.evaluate()

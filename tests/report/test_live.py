@@ -59,9 +59,9 @@ def test_it_is_written_now_and_then_and_where_something_happened(tmp_path, monke
         run.events += 1
         run.step(0.1)
         assert run.written != second
-        assert json.loads((run.path / "report.json").read_text())["status"] == "going on"
+        assert json.loads((run.path / "report.json").read_text())["status"] == "running"
         run.report.end()
-    assert json.loads((run.path / "report.json").read_text())["status"] == "ended"
+    assert json.loads((run.path / "report.json").read_text())["status"] == "finished"
     assert ">ended<" in (run.path / "report.html").read_text()
 
 

@@ -89,7 +89,7 @@ def test_a_run_that_ended(tmp_path):
     peaks = {"peaks_per_rank": [{"device_bytes": 0, "host_bytes": 2 << 30}] * 2, "answers": answers, "world_size": 2}
     parts = [Part("compute", "forward 0", 0.0, 0.1), Part("compute", "recompute 0", 0.3, 0.4)]
     trace = as_chrome(Timeline(parts, 0.5, 3, "cpu"))
-    standing = {"status": "ended", "started": "2026-01-01T10:00:00+00:00", "steps": 20}
+    standing = {"status": "finished", "started": "2026-01-01T10:00:00+00:00", "steps": 20}
     folder = run_folder(
         tmp_path / "run",
         metrics=[{"step": 0, "eval_loss": 4.0}, *lines(20), {"step": 20, "eval_loss": 3.0}],
@@ -115,7 +115,7 @@ def test_a_run_that_failed(tmp_path):
     problem = "training failed: the loss of the held-out rows at the end is nan"
     summary = {"eval_loss_before": 4.0, "eval_loss_after": None, "steps": 20, "problem": problem}
     metrics = [{"step": 0, "eval_loss": 4.0}, {"step": 10, "eval_loss": 3.0}, *lines(20), {"step": 20, "eval_loss": None}]
-    folder = run_folder(tmp_path / "run", metrics=metrics, summary=summary, report={"status": "ended", "steps": 20})
+    folder = run_folder(tmp_path / "run", metrics=metrics, summary=summary, report={"status": "finished", "steps": 20})
     text = check(refresh(folder).read_text())
     assert 'class="status early">failed<' in text
     assert problem in text
@@ -126,12 +126,12 @@ def test_a_run_that_failed(tmp_path):
 
 
 def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
-    standing = {"status": "going on", "steps": 10, "plan": PLAN}
+    standing = {"status": "running", "steps": 10, "plan": PLAN}
     folder = run_folder(tmp_path / "run", metrics=lines(5), report=standing)
     RunFolder(folder).write_recipe("")
     with RunFolder(folder).lock():
         live = check(render(read(RunFolder(folder))))
-    assert 'class="status busy">going on<' in live
+    assert 'class="status busy">running<' in live
     assert '<meta http-equiv="refresh" content="5">' in live
     assert "50% done" in live
     text = check(refresh(folder).read_text())
