@@ -182,10 +182,15 @@ def _most_kept(asked: Request, strategy: Strategy) -> Strategy | None:
     """Return the strategy with the graphs of as many last blocks kept as fit, less a tenth. None if none fit."""
     if strategy.activations != "recompute" or asked.wanted.activations != AUTO:
         return None
-    most = last_true(0, len(asked.shape.blocks) - 1, lambda count: not asked.short(replace(strategy, activations=count)))
+    one, two = (asked.memory(replace(strategy, activations=count)) for count in (1, 2))  # a third adds as much as a second
+    most = len(asked.shape.blocks) - 1
+    for tier in TIERS:
+        more, granted = two.at(tier, "train") - one.at(tier, "train"), asked.limits.granted(tier)
+        if more > 0 and granted is not None:
+            most = min(most, max(granted // asked.limits.ranks(tier) - one.at(tier, "train") + more, 0) // more)
     part, whole = KEPT_BLOCKS_SHARE
-    kept = most * part // whole
-    return replace(strategy, activations=kept) if kept else None
+    kept = replace(strategy, activations=most * part // whole) if most * part >= whole else strategy
+    return None if kept is strategy or asked.short(kept) else kept
 
 
 def _why(

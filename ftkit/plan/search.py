@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from ftkit.plan.events import Event, alone
+from ftkit.plan.events import Event
 from ftkit.plan.schedule import parts_of_step, speed
 from ftkit.plan.shape import Shape
 from ftkit.plan.speed import Rates, Speed
@@ -127,18 +127,32 @@ def speed_of(shape: Shape, strategy: Strategy, rates: Rates, most: int = MOST_RO
 @lru_cache(maxsize=4096)
 def bound(shape: Shape, strategy: Strategy, rates: Rates) -> float:
     """Return a lower bound of a step's seconds."""
-    first, further, update = (
-        _busy(events, rates.all(shape.hidden)) for events in parts_of_step(shape, strategy, in_order=rates.in_order)
-    )
-    keys = first.keys() | further.keys() | update.keys()
-    return max(first.get(key, 0.0) + (strategy.rounds - 1) * further.get(key, 0.0) + update.get(key, 0.0) for key in keys)
+    resources = rates.all(shape.hidden)
+    parts = parts_of_step(shape, strategy, in_order=rates.in_order)
+    first, further, update = (_busy(events, resources) for events in parts)
+    total = {key: first[key] + (strategy.rounds - 1) * further[key] + update[key] for key in {*first, *further, *update}}
+    # The updates begin after the last backward, and the first forward ends after the last update.
+    forward = _busy(parts[0][: [event.name for event in parts[0]].index("loss")], resources)["compute"]
+    total["compute"] += max(update["host update"] - forward, 0.0)
+    return max(total.values())
 
 
-def _busy(events: Sequence[Event], resources: Mapping[str, float]) -> dict[tuple[str, str], float]:
-    """Return the seconds of each stream's events, and of all work on each resource."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
+def _busy(events: Sequence[Event], resources: Mapping[str, float]) -> defaultdict[str, float]:
+    """Return the seconds of each stream's events, waits for reductions included, and of all work on each resource."""
+    found: defaultdict[str, float] = defaultdict(float)
+    reducing = 0.0  # seconds of the last reduction, less the computation beside it
     for event in events:
-        found["stream", event.stream] += alone(event, resources)
+        longest = 0.0
         for name, amount in event.work.items():
-            found["resource", name] += amount / resources[name]
+            took = amount / resources[name]
+            longest = max(longest, took)
+            if name != event.stream:
+                found[name] += took
+        found[event.stream] += longest
+        if event.stream == "compute":
+            if event.name.startswith(("backward", "await")):
+                found["compute"] += max(reducing, 0.0)
+            reducing -= longest
+        elif event.name.startswith("reduce"):
+            reducing = longest
     return found

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftkit.plan.candidates import COSTS, cost, micro_batches, order, with_adapter
+from ftkit.plan.candidates import COSTS, Request, cost, with_adapter
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.limits import Limits, shortages
 from ftkit.plan.memory import GIB, MIB, graph_bytes, memory
@@ -146,12 +146,12 @@ def test_less_memory_never_buys_a_faster_way():
 
 
 def test_nothing_leaves_the_device_for_the_host_on_a_cpu():
-    for way in order(cpu(1, nvme_gib=100), Strategy(), 4, 4):
+    for way in Request(SMALL, cpu(1, nvme_gib=100), sequences=4, preferred=4).order():
         assert "host" not in (way.parameters, way.gradients, way.state, way.activation_offload)
 
 
 def test_every_way_is_one_that_the_engine_takes():
-    for way in order(on("8xv100-16gb", nvme_bytes=GIB), Strategy(), 8, 4):
+    for way in Request(SMALL, on("8xv100-16gb", nvme_bytes=GIB), sequences=8, preferred=4).order():
         assert way.problem(cpu=False) is None
         assert way.parameters == "device" or way.stage == 3
         assert way.gradients == "device" or way.stage >= 2
@@ -247,8 +247,9 @@ def test_micro_batches_pass_blocks_together_where_weights_come_from_afar():
 
 
 def test_micro_batches_are_divisors_of_a_step():
-    assert micro_batches(Strategy(), 12, 8) == [6, 4, 3, 2, 1]
-    assert micro_batches(Strategy(micro_batch=5), 12, 8) == [5]
+    for wanted, tried in ((Strategy(), {6, 4, 3, 2, 1}), (Strategy(micro_batch=5), {5})):
+        request = Request(SMALL, cpu(1), wanted, sequences=12, preferred=8)
+        assert {each.micro_batch for each in request.order()} == tried
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
