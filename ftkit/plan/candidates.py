@@ -6,9 +6,8 @@
     2. within that, by the sum of `COSTS`, roughly the percent that a choice adds to a micro-batch. The costs of the state
        count once per step. With `accumulate_in: unit`, all costs except arithmetic count once per step
 
-The costs only order strategies. If the rates of the hardware are known, simulated seconds decide (search.py). The costs are
-rounded from published runs on V100 nodes (docs/rates.md). On a CPU rank device and host are one memory, and the host tier is
-left out.
+The costs, rounded from published runs on V100 nodes (docs/rates.md), only order strategies. If the rates of the hardware are
+known, simulated seconds decide (search.py). On a CPU rank device and host are one memory, and the host tier is left out.
 """
 
 from __future__ import annotations

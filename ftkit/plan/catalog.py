@@ -38,7 +38,6 @@ class Hardware:
     rates: Rates | None = None  # dram and nvme: of the whole node. None: plans have no seconds
     nodes: PositiveInt = 1  # number of nodes of this kind, joined by a network
     gpu: str = ""  # the driver's name of one of its GPUs
-    ranks: NonNegativeInt = 0  # number of ranks with which the rates were measured. 0: they are valid for any number
 
     @property
     def device_bytes(self) -> int:
@@ -60,11 +59,6 @@ class Hardware:
         """
         if not self.rates:
             return None
-        if self.ranks and (ranks > self.ranks or (not self.gpus and ranks != self.ranks)):
-            raise UserError(
-                f"{self.name}: its rates were measured with {self.ranks} ranks at once, not with {ranks}: measure again "
-                f"(ftkit measure -o FILE.yaml --nproc {ranks})"
-            )
         link = self.rates.link
         if ranks > self.gpus > 0:
             if not self.rates.network:
@@ -84,12 +78,7 @@ def profiles() -> dict[str, Hardware]:
 
 
 def find_hardware(name: str, key: str = "--hardware") -> Hardware:
-    """Return a packaged profile, or the profile in a YAML file that `ftkit measure` wrote.
-
-    Args:
-        name: Name of a profile, or path of a YAML file.
-        key: Option or recipe key that names it, for messages.
-    """
+    """Return a packaged profile by its name, or that of a YAML file by its path. `key` names the option in messages."""
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name), key)
     known = profiles()
