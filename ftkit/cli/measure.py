@@ -88,6 +88,7 @@ def write_profile(path: Path, rates: dict[str, Any], dtype: str, nvme: dict[str,
         "host_gib": round(psutil.virtual_memory().total / GIB, 1),
         "nvme_gib": round(nvme["free_bytes"] / GIB) if nvme is not None else 0,
         "dtype": dtype,
+        "ranks": ranks,
         "rates": rates,
     }
     header = f"# measured by ftkit measure with {counted(ranks, 'rank')}; for ftkit plan --hardware FILE"

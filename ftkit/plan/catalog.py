@@ -38,6 +38,7 @@ class Hardware:
     rates: Rates | None = None  # dram and nvme: of the whole node. None: plans have no seconds
     nodes: PositiveInt = 1  # number of nodes of this kind, joined by a network
     gpu: str = ""  # the driver's name of one of its GPUs
+    ranks: NonNegativeInt = 0  # number of ranks with which the rates were measured. 0: they are valid for any number
 
     @property
     def device_bytes(self) -> int:
@@ -59,6 +60,11 @@ class Hardware:
         """
         if not self.rates:
             return None
+        if self.ranks and (ranks > self.ranks or (not self.gpus and ranks != self.ranks)):
+            raise UserError(
+                f"{self.name}: its rates were measured with {self.ranks} ranks at once, not with {ranks}: measure again "
+                f"(ftkit measure -o FILE.yaml --nproc {ranks})"
+            )
         link = self.rates.link
         if ranks > self.gpus > 0:
             if not self.rates.network:
