@@ -32,25 +32,15 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class AdamW:
-    """Constants of an update.
-
-    Args:
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled weight decay; it is multiplied by `lr`.
-        step: Number of the update, t, from 1.
-        scale: Factor on the gradient: clip factor over loss scale.
-    """
+    """Constants of an update."""
 
     lr: float
     beta1: float = 0.9
     beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    step: int = 1
-    scale: float = 1.0
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.0  # multiplied by `lr`
+    step: int = 1  # number of the update, from 1
+    scale: float = 1.0  # factor on the gradient: clip factor over loss scale
 
 
 def adamw_reference(gradient: Tensor, master: Tensor, m: Tensor, v: Tensor, weight: Tensor | None, how: AdamW) -> None:

@@ -65,9 +65,7 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, warps: i
 
 def as_rows(x: Tensor) -> Tensor:
     """Return x (..., N) as (rows, N) with elements side by side: a view if its rows are evenly spaced, else a copy."""
-    if not x.numel():
-        return x.reshape(0, x.shape[-1])
-    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def row_block(columns: int) -> tuple[int, int]:
@@ -82,25 +80,8 @@ def row_block(columns: int) -> tuple[int, int]:
     return block, min(max(block // 512, 1), 16)
 
 
-def programs_of(rows: int, device: torch.device) -> int:
-    """Return how many programs share the rows if each sums over its own: four per multiprocessor."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return min(rows, 4 * processors)
-
-
 def check_fits(name: str, what: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Check dtype, shape and device of an argument.
-
-    Args:
-        name: Name of the public function.
-        what: Name of the argument.
-        tensor: The argument.
-        shape: Shape that is needed.
-        device: Device that is needed.
-
-    Raises:
-        KernelError: The argument is not fp32, fp16 or bf16, or has another shape or device.
-    """
+    """Raise KernelError if argument `what` of function `name` is not fp32, fp16 or bf16, or has another shape or device."""
     if tensor.dtype not in FLOATS:
         raise KernelError(f"{name}: {what} is {tensor.dtype}; fp32, fp16 or bf16 is needed")
     if tuple(tensor.shape) != tuple(shape) or tensor.device != device:

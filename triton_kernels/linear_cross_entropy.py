@@ -22,26 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .cross_entropy import cross_entropy_reference, gradients_into, losses_of
+from .cross_entropy import gradients_into, losses_of
 from .launch import FLOATS, KernelError, as_on_gpu
 
 CHUNK_BYTES = 128 << 20
 """Logits in memory at once: enough for matrix products at full rate (8192 rows by 8192 classes in 16 bits)."""
-
-
-def linear_cross_entropy_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    cap: float = 0.0,
-    scale: float = 1.0,
-) -> Tensor:
-    """Return the sum of the losses in plain PyTorch, with all logits. Arguments are those of `linear_cross_entropy`."""
-    logits = linear(hidden, weight, bias) * scale
-    return cross_entropy_reference(logits, labels, ignore_index=ignore_index, cap=cap).sum()
 
 
 def part_of(hidden: Tensor, length: int, other: int, chunk_bytes: int) -> int:

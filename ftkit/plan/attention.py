@@ -17,6 +17,7 @@ Source: torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/ker
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 ROUND_TOKENS = 128
 """The widest block of queries. Tokens of a sequence are rounded up to a multiple of it."""
@@ -54,6 +55,7 @@ def most_launch_tokens(rows: int, tokens: int) -> int:
     return launch_tokens(rows, tokens) + EXTRA_TOKENS
 
 
+@lru_cache
 def backward_bytes(attention: Attention, rows: int, tokens: int, itemsize: int, *, packed: bool) -> int:
     """Return the most bytes that the kernel's backward allocates beside the gradients, for one block.
 

@@ -6,9 +6,8 @@
     2. within that, by the sum of `COSTS`, roughly the percent that a choice adds to a micro-batch. The costs of the state
        count once per step. With `accumulate_in: unit`, all costs except arithmetic count once per step
 
-The costs only order strategies. If the rates of the hardware are known, simulated seconds decide (search.py). The costs are
-rounded from published runs on V100 nodes (docs/rates.md). On a CPU rank device and host are one memory, and the host tier is
-left out.
+The costs, rounded from published runs on V100 nodes (docs/rates.md), only order strategies. If the rates of the hardware are
+known, simulated seconds decide (search.py). On a CPU rank device and host are one memory, and the host tier is left out.
 """
 
 from __future__ import annotations
@@ -70,8 +69,44 @@ class Request:
         return shortages(self.memory(strategy), self.limits)
 
     def order(self) -> Iterator[Strategy]:
-        """Yield the possible strategies, cheapest first."""
-        return order(self.limits, self.wanted, self.sequences, self.preferred)
+        """Yield the possible strategies without "auto", cheapest first, or raise UserError if the decisions contradict."""
+        limits, wanted = self.limits, self.wanted
+        micro_batches = some_divisors(self.sequences, self.preferred) if wanted.micro_batch == AUTO else [wanted.micro_batch]
+        pairs = ((_or(wanted.stage, stage), _or(wanted.reshard_after_forward, reshard)) for stage, reshard in STAGES)
+        stages = list(dict.fromkeys((stage, reshard or stage < 3) for stage, reshard in pairs))
+        tiers = [DEVICE, *[HOST] * (not limits.cpu), *[NVME] * bool(limits.nvme_bytes)]
+        open_: dict[str, list[Any]] = {"activations": ["keep", "recompute"], "accumulate_in": [STEP, UNIT]}
+        open_ |= dict.fromkeys(KINDS, tiers)
+        choices = {name: each if getattr(wanted, name) == AUTO else [getattr(wanted, name)] for name, each in open_.items()}
+        found: list[tuple[int, float, Strategy]] = []
+        problems = []
+        for micro_batch, (stage, reshard), *values in product(micro_batches, stages, *choices.values()):
+            chosen = dict(zip(choices, values), micro_batch=micro_batch, stage=stage, reshard_after_forward=reshard)
+            strategy = self._decided(chosen)
+            problem = strategy.problem(cpu=limits.cpu)
+            if problem is not None:
+                problems.append(problem)
+            elif not _pointless(strategy, wanted):
+                further = stages.index((stage, reshard)) * COSTS["stage", "next"] / strategy.parts
+                depth = max(TIERS.index(strategy.tier(kind)) for kind in KINDS)
+                found.append((depth, further + cost(strategy, self.preferred), strategy))
+        if not found:
+            raise UserError(f"the choices contradict each other: {problems[0]}. Change it, or set it to auto")
+        yield from (strategy for _, _, strategy in sorted(found, key=lambda each: each[:2]))
+
+    def _decided(self, chosen: dict[str, Any]) -> Strategy:
+        """Return the strategy of some choices, and of the values that follow from them."""
+        wanted, state = self.wanted, chosen["state"]
+        together = max(self.sequences // chosen["micro_batch"], 1)  # micro-batches of a step
+        elsewhere = state == NVME or (state == HOST and not self.limits.cpu)
+        return replace(
+            wanted,
+            **chosen,
+            accumulation=together,
+            gradient_dtype=_or(wanted.gradient_dtype, FP32 if together > 1 else "compute"),
+            update=_or(wanted.update, "deferred" if elsewhere else "now"),
+            state_host_bytes=0 if state != NVME or wanted.state_host_bytes == AUTO else wanted.state_host_bytes,
+        )
 
     def first_fit(self) -> Strategy | None:
         """Return the cheapest strategy that fits."""
@@ -84,34 +119,6 @@ def last_true(low: int, high: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def order(limits: Limits, wanted: Strategy, sequences: int, preferred: int) -> Iterator[Strategy]:
-    """Yield the possible strategies without "auto", cheapest first, or raise UserError if the decisions contradict."""
-    tiers = [DEVICE] if limits.cpu else [DEVICE, HOST]
-    tiers += [NVME] if limits.nvme_bytes else []
-    pairs = ((_or(wanted.stage, stage), _or(wanted.reshard_after_forward, reshard)) for stage, reshard in STAGES)
-    stages = list(dict.fromkeys((stage, reshard or stage < 3) for stage, reshard in pairs))
-    open_: dict[str, list[Any]] = {"activations": ["keep", "recompute"], "accumulate_in": [STEP, UNIT]}
-    open_ |= dict.fromkeys(KINDS, tiers)
-    choices = {name: values if getattr(wanted, name) == AUTO else [getattr(wanted, name)] for name, values in open_.items()}
-    found: list[tuple[int, float, Strategy]] = []
-    problems = []
-    for micro_batch, (stage, reshard), *values in product(
-        micro_batches(wanted, sequences, preferred), stages, *choices.values()
-    ):
-        chosen = dict(zip(choices, values), micro_batch=micro_batch, stage=stage, reshard_after_forward=reshard)
-        strategy = _settled(replace(wanted, **chosen), limits, sequences)
-        problem = strategy.problem(cpu=limits.cpu)
-        if problem is not None:
-            problems.append(problem)
-        elif not _pointless(strategy, wanted):
-            further = stages.index((stage, reshard)) * COSTS["stage", "next"] / strategy.parts
-            depth = max(TIERS.index(strategy.tier(kind)) for kind in KINDS)
-            found.append((depth, further + cost(strategy, preferred), strategy))
-    if not found:
-        raise UserError(f"the choices contradict each other: {problems[0]}. Change it, or set it to auto")
-    yield from (strategy for _, _, strategy in sorted(found, key=lambda each: each[:2]))
 
 
 def _pointless(strategy: Strategy, wanted: Strategy) -> bool:
@@ -128,31 +135,9 @@ def _or(choice: Any, value: Any) -> Any:
     return value if choice == AUTO else choice
 
 
-def _settled(strategy: Strategy, limits: Limits, sequences: int) -> Strategy:
-    """Return a strategy with the values that follow from its choices."""
-    together = max(sequences // decided(strategy.micro_batch), 1)  # micro-batches of a step
-    elsewhere = strategy.state == NVME or (strategy.state == HOST and not limits.cpu)
-    caches = strategy.state == NVME and strategy.state_host_bytes != AUTO
-    return replace(
-        strategy,
-        accumulation=together,
-        gradient_dtype=_or(strategy.gradient_dtype, FP32 if together > 1 else "compute"),
-        update=_or(strategy.update, "deferred" if elsewhere else "now"),
-        state_host_bytes=strategy.state_host_bytes if caches else 0,
-    )
-
-
-def micro_batches(wanted: Strategy, sequences: int, preferred: int) -> list[int]:
-    """Return the micro-batches to try, in sequences: the decided one, or the divisors of a step up to `preferred`."""
-    return some_divisors(sequences, preferred) if wanted.micro_batch == AUTO else [wanted.micro_batch]
-
-
 def some_divisors(number: int, most: int) -> list[int]:
     """Return the divisors of a number up to `most`, the largest first. Of many, `MOST_MICRO_BATCHES` spread evenly."""
-    root = math.isqrt(number)
-    small = [count for count in range(1, min(most, root) + 1) if number % count == 0]
-    large = [] if most <= root else [number // count for count in small if root < number // count <= most]
-    found = large + small[::-1]
+    found = [count for count in range(min(number, most), 0, -1) if number % count == 0]
     if len(found) <= MOST_MICRO_BATCHES:
         return found
     return [found[number * (len(found) - 1) // (MOST_MICRO_BATCHES - 1)] for number in range(MOST_MICRO_BATCHES)]

@@ -84,12 +84,7 @@ def profiles() -> dict[str, Hardware]:
 
 
 def find_hardware(name: str, key: str = "--hardware") -> Hardware:
-    """Return a packaged profile, or the profile in a YAML file that `ftkit measure` wrote.
-
-    Args:
-        name: Name of a profile, or path of a YAML file.
-        key: Option or recipe key that names it, for messages.
-    """
+    """Return a packaged profile by its name, or that of a YAML file by its path. `key` names the option in messages."""
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name), key)
     known = profiles()

@@ -116,7 +116,7 @@ def memory(shape: Shape, strategy: Strategy, *, cpu: bool) -> Memory:
     """Return the memory of one rank. On the CPU, device and host are one memory, and everything is counted as host."""
     items = [*_weights(shape, strategy), *_state(shape, strategy, cpu=cpu), *_slots(shape, strategy, cpu=cpu)]
     items += [*_staging(shape, strategy, cpu=cpu), *_instants(shape, strategy, cpu=cpu)]
-    items += [*_files(shape), *_runtime(shape, cpu=cpu)]
+    items += _fixed(shape, cpu=cpu)
     if cpu:
         items = [Item(i.purpose, HOST if i.tier == DEVICE else i.tier, i.size_bytes, i.phases) for i in items]
     return Memory(tuple(items), _checkpoint_bytes(shape))
@@ -382,15 +382,12 @@ def _root_bytes(shape: Shape, strategy: Strategy) -> tuple[int, int, int]:
     return head, gradient, copied
 
 
-def _files(shape: Shape) -> Iterator[Item]:
-    """Yield the buffers for reading and writing folders, and rank 0's whole copy of adapters."""
+def _fixed(shape: Shape, *, cpu: bool) -> Iterator[Item]:
+    """Yield the buffers for reading and writing folders, rank 0's whole copy of adapters, and the runtime."""
     yield Item("staging", HOST, 2 * sizes.PIECE_BYTES, ("load", "save", "resume"))
     if shape.peft:
         yield Item("workspace", DEVICE, 4 * shape.trained_numel, ("save",))
         yield Item("workspace", HOST, 4 * shape.trained_numel, ("save",))
-
-
-def _runtime(shape: Shape, *, cpu: bool) -> Iterator[Item]:
     shared = 2 * sizes.STAGE_BYTES if shape.world_size > 1 else 0  # this rank's buffers of CPU collectives
     yield Item("runtime", HOST, RUNTIME["cpu"] + shared if cpu else RUNTIME["cuda"])
     if not cpu:

@@ -13,8 +13,8 @@ from typing import Any
 
 from ftkit.plan.candidates import Request, larger, last_true
 from ftkit.plan.limits import Limits, Shortage
-from ftkit.plan.memory import ACTIVATIONS, GIB, PHASES, Memory, kept_bytes, memory, widest_states_bytes
-from ftkit.plan.refuse import DoesNotFit, check_disk, refusal
+from ftkit.plan.memory import ACTIVATIONS, PHASES, Memory, widest_states_bytes
+from ftkit.plan.refuse import check_disk, refusal
 from ftkit.plan.search import fastest
 from ftkit.plan.shape import Shape
 from ftkit.plan.speed import Speed
@@ -39,10 +39,7 @@ class Asked(Request):
     """The input of a plan, which it makes."""
 
     def plan(self, *, next_best: bool = True) -> Plan:
-        """Return the best strategy that fits.
-
-        Args:
-            next_best: Also find the next best strategy.
+        """Return the best strategy that fits, and the next best.
 
         Raises:
             DoesNotFit: No strategy fits, or the checkpoints do not fit their disk.
@@ -109,23 +106,14 @@ class Plan:
         """Return the peak on a tier: per rank on the device, per node elsewhere."""
         return self.memory.peak(tier) * self.limits.ranks(tier)
 
-    def check_wide_inputs(self) -> None:
-        """Check that inputs of blocks fit if they need twice the planned bytes, because the residual stream is fp32.
-
-        Raises:
-            DoesNotFit: They do not fit.
-        """
-        graphs = self.strategy.graphs(len(self.shape.blocks)) * kept_bytes(self.shape, self.strategy)  # with their inputs
-        for tier in self.tiers:
-            more = (self.memory.purposes(tier).get(ACTIVATIONS, 0) + graphs * (tier == DEVICE)) * self.limits.ranks(tier)
-            granted, needed = self.limits.granted(tier), self.memory.at(tier, "train") * self.limits.ranks(tier) + more
-            if more and granted is not None and needed > granted:
-                raise DoesNotFit(
-                    f"residual sums overflow in fp16; in fp32 activations take {more / GIB:.2f} GiB more, "
-                    f"{needed / GIB:.2f} in all, and {self.limits.name(tier)} grants {granted / GIB:.2f} on {tier}: set "
-                    f"engine.micro_batch below {self.strategy.micro_batch} or engine.activation_offload to a lower tier"
-                    f"{', or engine.state_host_bytes to 0' if self.strategy.state_host_bytes else ''}"
-                )
+    @property
+    def nvme_wear(self) -> dict[str, int]:
+        """Bytes that a rank writes to NVMe in one step, by purpose."""
+        times = {"gradients": self.strategy.rounds, ACTIVATIONS: self.strategy.rounds}
+        written = {purpose: size * times.get(purpose, 1) for purpose, size in self.memory.purposes(NVME).items()}
+        if "parameters" in written:  # frozen ones are only read
+            written["parameters"] = written["parameters"] * self.shape.trained_numel // self.shape.numel
+        return written
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as an object for JSON, all sizes in bytes."""
@@ -152,11 +140,10 @@ class Plan:
                 }
                 for tier in self.tiers
             },
-            "peak_bytes_per_rank": {tier: self.memory.peak(tier) for tier in (DEVICE, HOST)},
             "disk": {"needed_bytes": self.memory.checkpoint_bytes, "granted_bytes": self.limits.disk_bytes},
             "speed": None if self.speed is None else self.speed.as_dict(),
             "runner_up": self.runner_up and {"says": str(self.runner_up[0]), **self.runner_up[1].as_dict()},
-            "nvme_wear": wear(self.shape, self.strategy, cpu=self.limits.cpu),
+            "nvme_wear": self.nvme_wear,
         }
 
 
@@ -182,10 +169,15 @@ def _most_kept(asked: Request, strategy: Strategy) -> Strategy | None:
     """Return the strategy with the graphs of as many last blocks kept as fit, less a tenth. None if none fit."""
     if strategy.activations != "recompute" or asked.wanted.activations != AUTO:
         return None
-    most = last_true(0, len(asked.shape.blocks) - 1, lambda count: not asked.short(replace(strategy, activations=count)))
+    one, two = (asked.memory(replace(strategy, activations=count)) for count in (1, 2))  # a third adds as much as a second
+    most = len(asked.shape.blocks) - 1
+    for tier in TIERS:
+        more, granted = two.at(tier, "train") - one.at(tier, "train"), asked.limits.granted(tier)
+        if more > 0 and granted is not None:
+            most = min(most, max(granted // asked.limits.ranks(tier) - one.at(tier, "train") + more, 0) // more)
     part, whole = KEPT_BLOCKS_SHARE
-    kept = most * part // whole
-    return replace(strategy, activations=kept) if kept else None
+    kept = replace(strategy, activations=most * part // whole) if most * part >= whole else strategy
+    return None if kept is strategy or asked.short(kept) else kept
 
 
 def _why(
@@ -232,29 +224,6 @@ def _better(strategy: Strategy, asked: Request) -> Iterator[tuple[str, Strategy]
             yield f"with {kind.replace('activation_offload', 'activations')} on {up}", better
     if wanted.micro_batch == AUTO and (micro_batch := decided(strategy.micro_batch)) < asked.preferred:
         yield f"with a micro-batch of {micro_batch * 2} sequences", larger(strategy, micro_batch * 2)
-
-
-def wear(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, int]:
-    """Return the bytes that a rank writes to NVMe in one step, by kind."""
-    world, owners = shape.world_size, strategy.owners(shape.world_size)
-    shards = {p: count * p.flat.shard_numel(owners) for p, count in shape.counted if p.flat.trained}
-    written = {}
-    if strategy.state == NVME:  # fp32 weights that are their own master are counted as parameters
-        items = memory(shape, strategy, cpu=cpu).purposes(NVME)
-        written["state"] = items.get("master", 0) + items.get("moments", 0)
-    if strategy.gradients == NVME:
-        written["gradients"] = strategy.rounds * sum(
-            n * strategy.gradient_itemsize(p.flat.itemsize)
-            for p, n in shards.items()
-            if not strategy.reduced_late(p.kind, world)
-        )
-    if strategy.parameters == NVME:
-        written["parameters"] = sum(n * p.flat.itemsize for p, n in shards.items() if not strategy.resident(p.kind, world))
-    if strategy.activation_offload == NVME:
-        recomputed = len(shape.blocks) - strategy.graphs(len(shape.blocks))
-        tokens = strategy.sequences * strategy.rounds * shape.sequence_tokens
-        written["activations"] = recomputed * tokens * shape.hidden * shape.itemsize
-    return written
 
 
 def _and(short: tuple[Shortage, ...]) -> str:

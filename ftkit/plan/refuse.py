@@ -1,6 +1,6 @@
 """The error if nothing fits: the bytes needed for each purpose, and the cheapest changes after which a strategy fits.
 
-Each change was planned before it is named. Cost: some hundred strategies for each change.
+Each change was planned before it is named.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 
 class DoesNotFit(UserError):
-    """No strategy fits. The message has the bytes needed for each purpose, and up to three options.
-
-    Args:
-        text: Message for the user.
-        shortages: Shortages of the strategy that comes nearest.
-    """
+    """No strategy fits. `shortages` are those of the strategy that comes nearest."""
 
     def __init__(self, text: str, shortages: tuple[Shortage, ...] = ()) -> None:
         super().__init__(text)

@@ -23,7 +23,7 @@ Weights in host memory are copied to the slot on the stream `up` before their al
 this order, on the stream `compute`.
 
 `speed` simulates three steps in a row and measures the last one, because the end of a step overlaps with the start of the
-next. Not modelled: kernel launches, multiprocessors that NCCL occupies, the first touch of memory. This file needs no torch.
+next. Not modelled: kernel launches, multiprocessors that NCCL occupies, the first touch of memory.
 """
 
 from __future__ import annotations
@@ -43,22 +43,12 @@ STEPS = 3
 NORM_S = 1e-3
 """Seconds of the collective for norm and overflow, and of the host's wait for it."""
 
-COPY_TRAFFIC = 1
-"""Bytes of host memory traffic per byte that a device copies from or to it."""
-
 OUTSIDE = -1
 """Stands for the parameters outside blocks where a block's number is expected."""
 
 
 def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None = None) -> Speed:
-    """Return the duration of a step.
-
-    Args:
-        shape: The model and its data.
-        strategy: A strategy without "auto".
-        rates: Rates of one rank.
-        rounds: Passes over all blocks per step. None: the strategy's.
-    """
+    """Return the speed of a step of `rounds` passes over all blocks, or of the strategy's."""
     rounds = rounds or strategy.rounds
     step = Steps(shape, strategy, rounds, rates.collective_s, in_order=rates.in_order)
     ends = [step.add() for _ in range(STEPS)]
@@ -216,7 +206,7 @@ class Steps:
 
     def _copy(self, name: str, direction: str, size: float, after: Sequence[int | None]) -> int:
         """Copy between the device and the host: `direction` is "up" to the device, or "down"."""
-        return self.script.add(name, direction, {direction: size, "dram": COPY_TRAFFIC * size}, after)
+        return self.script.add(name, direction, {direction: size, "dram": size}, after)
 
     # --- weights
 

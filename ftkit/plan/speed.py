@@ -1,7 +1,6 @@
 """Rates of one rank's hardware, and the speed of a step at those rates.
 
-`Rates` come from a profile (hardware.yaml) or from measurement (`ftkit measure`). `Speed` is the result of a
-simulation (schedule.py). This file needs no torch.
+`Rates` come from a profile (hardware.yaml) or from `ftkit measure`. `Speed` is the result of a simulation (schedule.py).
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class Speed:
             "tflops_per_gpu": self.tflops,
             "binds": self.binds,
             "busy": dict(self.busy),
-            "measured": False,
         }
 
 

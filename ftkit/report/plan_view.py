@@ -128,7 +128,7 @@ def _step(plan: Plan) -> Iterator[tuple[str, str]]:
         beside = ", ".join(f"{STREAMS[name]} {-share:.0%}" for share, name in others)
         busy = f"{STREAMS[speed.binds]}, busy {speed.busy[speed.binds]:.0%} of the step"
         yield "bottleneck", f"{busy}; at the same time {beside}" if beside else busy
-    if written := plan.as_dict()["nvme_wear"]:
+    if written := plan.nvme_wear:
         node = sum(written.values()) * plan.limits.ranks_per_node
         rate = f"{node * 1440 / 1e12:,.1f} TB per day at one step per minute"
         yield "warning", f"{node / GIB:.1f} GiB per step are written to NVMe: {rate}. Check the endurance of the drive"

@@ -16,12 +16,12 @@ from ftkit.hf.kernels.head import attach_head_loss
 from ftkit.kernels.adamw import AdamW, adamw_, adamw_reference
 from ftkit.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from ftkit.kernels.gated import ACTIVATIONS, gated, gated_reference
-from ftkit.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
 from ftkit.kernels.rms_norm import CASTINGS, rms_norm, rms_norm_reference
 from ftkit.kernels.rotary import rotary, rotary_reference
 from ftkit.kernels.squared_norm import squared_norm
 from tests import fusible
-from tests.kernels.proof import prove
+from tests.kernels.proof import linear_cross_entropy_reference, prove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+from ftkit.kernels.cross_entropy import cross_entropy_reference
 
 Function = Callable[..., Any]
 DRAWN = 4
@@ -47,3 +50,18 @@ def prove(kernel: Function, reference: Function, leaves: Mapping[str, Tensor], *
         error, allowed = ((found[name].double() - truth).abs().max().item() for found in (ours, plain))
         rounding = coarsest * truth.abs().max().item()
         assert error <= 2 * allowed + rounding, f"{name}: off by {error:.3g}, PyTorch in this dtype by {allowed:.3g}"
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    cap: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return the sum of the losses in plain PyTorch, with all logits. Arguments are those of `linear_cross_entropy`."""
+    logits = linear(hidden, weight, bias) * scale
+    return cross_entropy_reference(logits, labels, ignore_index=ignore_index, cap=cap).sum()

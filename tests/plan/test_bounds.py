@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from ftkit.config.recipe import load, split_batch
-from ftkit.plan.candidates import MOST_MICRO_BATCHES, micro_batches, some_divisors
+from ftkit.plan.candidates import MOST_MICRO_BATCHES, some_divisors
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.schedule import speed
 from ftkit.plan.search import MOST_ROUNDS, speed_of
-from ftkit.spec.strategy import OPEN
 from ftkit.train.planning import ask
 
 
@@ -20,11 +19,11 @@ def test_a_batch_is_divided_without_a_walk_over_its_sequences():
 
 
 def test_of_many_divisors_some_are_tried_the_largest_and_one_among_them():
-    tried = micro_batches(OPEN, 963761198400, 4096)
+    tried = some_divisors(963761198400, 4096)
     assert len(tried) == MOST_MICRO_BATCHES
     assert (tried[0], tried[-1]) == (4095, 1)
     assert tried == sorted(set(tried), reverse=True)
-    assert micro_batches(OPEN, 48, 16) == [16, 12, 8, 6, 4, 3, 2, 1], "few are all tried"
+    assert some_divisors(48, 16) == [16, 12, 8, 6, 4, 3, 2, 1], "few are all tried"
 
 
 def test_divisors_are_all_found_on_both_sides_of_the_root():

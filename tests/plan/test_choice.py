@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ftkit.plan.candidates import COSTS, cost, micro_batches, order, with_adapter
+from ftkit.plan.candidates import COSTS, Request, cost, with_adapter
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.limits import Limits, shortages
 from ftkit.plan.memory import GIB, MIB, graph_bytes, memory
-from ftkit.plan.plan import wear
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
@@ -146,27 +145,16 @@ def test_less_memory_never_buys_a_faster_way():
 
 
 def test_nothing_leaves_the_device_for_the_host_on_a_cpu():
-    for way in order(cpu(1, nvme_gib=100), Strategy(), 4, 4):
+    for way in Request(SMALL, cpu(1, nvme_gib=100), sequences=4, preferred=4).order():
         assert "host" not in (way.parameters, way.gradients, way.state, way.activation_offload)
 
 
 def test_every_way_is_one_that_the_engine_takes():
-    for way in order(on("8xv100-16gb", nvme_bytes=GIB), Strategy(), 8, 4):
+    for way in Request(SMALL, on("8xv100-16gb", nvme_bytes=GIB), sequences=8, preferred=4).order():
         assert way.problem(cpu=False) is None
         assert way.parameters == "device" or way.stage == 3
         assert way.gradients == "device" or way.stage >= 2
         assert way.state != "device" or way.parameters == way.gradients == "device"
-
-
-def test_kept_inputs_that_turn_out_twice_as_wide():
-    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activation_offload="device", activations="recompute"))
-    plan.check_wide_inputs()
-    kept = plan.memory.purposes("device")["activations"]
-    assert kept > 0
-    limits = replace(plan.limits, device_bytes=plan.memory.at("device", "train") + kept - 1)
-    tight = replace(plan, asked=replace(plan.asked, limits=limits))
-    with pytest.raises(DoesNotFit, match=rf"activations take {kept / GIB:.2f} GiB more"):
-        tight.check_wide_inputs()
 
 
 def test_nvme_is_used_when_the_host_is_too_small():
@@ -177,7 +165,7 @@ def test_nvme_is_used_when_the_host_is_too_small():
     forced = make_plan(MIDDLE, cpu(13, nvme_gib=100), Strategy(state="nvme", state_host_bytes=0))
     assert forced.strategy.state_host_bytes == 0, "the user said where all of it lies"
     assert forced.needed_bytes("nvme") >= 8 * MIDDLE.numel
-    assert wear(forced.shape, forced.strategy, cpu=True)["state"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
+    assert forced.nvme_wear["moments"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
 
 
 def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
@@ -190,8 +178,7 @@ def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
     widest = max(line.shard_numel(2) * 8 for line in (*MIDDLE.roots, *MIDDLE.replicated, *sum(MIDDLE.blocks, ())))
     saved = all_there.needed_bytes("nvme") - plan.needed_bytes("nvme")
     assert saved == 2 * (part - widest)
-    written = wear(plan.shape, plan.strategy, cpu=True)["state"]
-    assert written == wear(all_there.shape, all_there.strategy, cpu=True)["state"] - part + widest
+    assert plan.nvme_wear["moments"] == all_there.nvme_wear["moments"] - part + widest
     assert "of each rank's state cached in host memory" in str(plan.strategy)
     said = make_plan(MIDDLE, limits, Strategy(state="nvme", state_host_bytes=GIB)).strategy
     assert (said.state, said.state_host_bytes) == ("nvme", GIB)
@@ -247,8 +234,9 @@ def test_micro_batches_pass_blocks_together_where_weights_come_from_afar():
 
 
 def test_micro_batches_are_divisors_of_a_step():
-    assert micro_batches(Strategy(), 12, 8) == [6, 4, 3, 2, 1]
-    assert micro_batches(Strategy(micro_batch=5), 12, 8) == [5]
+    for wanted, tried in ((Strategy(), {6, 4, 3, 2, 1}), (Strategy(micro_batch=5), {5})):
+        request = Request(SMALL, cpu(1), wanted, sequences=12, preferred=8)
+        assert {each.micro_batch for each in request.order()} == tried
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():

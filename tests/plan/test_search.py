@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftkit.plan.candidates import order
+from ftkit.plan.candidates import Request
 from ftkit.plan.catalog import profiles
 from ftkit.plan.limits import shortages
 from ftkit.plan.memory import GIB, memory
@@ -26,7 +26,7 @@ SHORT = llama(5120, 13824, 6, 32000)
 
 
 def candidates(shape, limits, sequences=8):
-    found = order(limits, Strategy(), sequences, 2)
+    found = Request(shape, limits, sequences=sequences, preferred=2).order()
     return [each for each in found if not shortages(memory(shape, each, cpu=False), limits)]
 
 

@@ -71,8 +71,8 @@ FAULTS = (
     fault(
         "a plan tries no micro-batch above the root of a step's sequences",
         "ftkit/plan/candidates.py",
-        "found = large + small[::-1]",
-        "found = small[::-1]",
+        "range(min(number, most), 0, -1)",
+        "range(min(math.isqrt(number), most), 0, -1)",
         "tests/plan/test_bounds.py::test_divisors_are_all_found_on_both_sides_of_the_root",
     ),
     fault(
