@@ -64,8 +64,8 @@ def cells(text: str) -> dict[tuple[str, str], list[str]]:
 
 def short(text: str) -> str:
     """Return the table of the README, tokens/s of a few models, from the text of the page."""
-    names = [f"{method}, {card.replace(' V100', '')}" for method in METHODS for card in HARDWARE.values()]
-    lines = [f"| tokens/s on V100s, simulated | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    names = [f"{method}, {card}" for method in ("all parameters", "LoRA") for card in HARDWARE.values()]
+    lines = [f"| model | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     known = cells(text)
     for model in SHORT:
         speeds = [each.partition(" ")[0].strip("*") for method in METHODS for each in known[model, method]]

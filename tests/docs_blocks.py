@@ -56,8 +56,8 @@ from tests.worlds import PATIENCE
 HERE = Path(__file__).resolve().parents[1]
 LANGUAGES = ("python", "bash", "yaml", "json", "text")
 KINDS = ("part of a recipe", "profile", "a listing")
-SHELL = {".", "cd", "cp", "mkdir", "ls", "cat", "docker"}
-"""Commands of the shell that pages name; nothing is known of their arguments."""
+SHELL = {".", "cd", "cp", "mkdir", "ls", "cat", "docker", "git", "hf"}
+"""Other programs that pages name; nothing is known of their arguments."""
 BETWEEN = re.compile(r"[;&|]+|[<>]+")
 DIRECTIVE = re.compile(r"<!--\s*run:\s*(.*?)\s*-->", re.DOTALL)
 LEAST_REASON = 8

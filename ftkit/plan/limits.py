@@ -45,10 +45,10 @@ class Shortage:
 
     def __str__(self) -> str:
         short = self.needed_bytes - self.granted_bytes
-        where = {DEVICE: "device memory per rank", HOST: "host memory", NVME: "NVMe"}[self.tier]
+        where = {DEVICE: "device memory", HOST: "host memory", NVME: "NVMe"}[self.tier]
         if self.tier == NVME and not self.granted_bytes:
             return f"{gib(self.needed_bytes)} GiB of NVMe needed, none granted"
-        return f"{where}: {gib(short)} GiB short ({gib(self.needed_bytes)} needed, {gib(self.granted_bytes)} granted)"
+        return f"{gib(self.needed_bytes)} GiB of {where} needed, {gib(short)} more than granted"
 
 
 def shortages(taken: Memory, limits: Limits) -> tuple[Shortage, ...]:

@@ -36,6 +36,17 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 
+LABELS = {
+    "activations": "inputs of recomputed blocks",
+    "master": "fp32 master weights",
+    "moments": "optimizer moments",
+    "root parameters": "embedding and head",
+    "slots": "gather buffers",
+    "staging": "copy buffers",
+    "workspace": "kept activations and current block",
+}
+"""Purposes in the words of messages and reports, where those differ."""
+
 PHASES = ("load", "train", "save", "resume")
 AFTER_LOAD = ("train", "save", "resume")
 

@@ -15,7 +15,7 @@ from ftkit.plan.candidates import Request, larger, last_true
 from ftkit.plan.limits import Limits, Shortage
 from ftkit.plan.memory import ACTIVATIONS, PHASES, Memory, widest_states_bytes
 from ftkit.plan.refuse import check_disk, refusal
-from ftkit.plan.search import fastest
+from ftkit.plan.search import ALIKE, fastest
 from ftkit.plan.shape import Shape
 from ftkit.plan.speed import Speed
 from ftkit.spec.strategy import AUTO, OPEN, Strategy, decided
@@ -192,11 +192,11 @@ def _why(
         simulated: Number of strategies that fit. None if the choice was made without rates.
     """
     if simulated is not None:
-        yield f"the fastest of {simulated} {'strategy' if simulated == 1 else 'strategies'} that fit, as simulated"
+        yield f"fastest of {simulated} that fit (simulated); within {ALIKE:.1%} the simpler strategy is taken"
     elif not passed:
-        yield "the fastest strategy fits"
+        yield "the strategy with the least recomputation and offload fits"
     else:
-        yield f"the fastest strategy ({passed[0][0]}) does not fit: {_and(passed[0][1])}"
+        yield f"the strategy with the least recomputation and offload ({passed[0][0]}) does not fit: {_and(passed[0][1])}"
     for name, better in _better(plain, asked) if passed else ():
         short = asked.short(better)
         if short and (simulated is not None or better != passed[0][0]):
@@ -206,11 +206,12 @@ def _why(
 def _better(strategy: Strategy, asked: Request) -> Iterator[tuple[str, Strategy]]:
     """Yield strategies that are better in one choice, with a name for the choice."""
     wanted, limits = asked.wanted, asked.limits
+    names = {"activation_offload": "activations", "state": "optimizer state"}
     if strategy.activations != "keep" and wanted.activations == AUTO:
-        yield "with activations kept", replace(strategy, activations="keep", activation_offload=DEVICE)
+        yield "all blocks keep activations", replace(strategy, activations="keep", activation_offload=DEVICE)
     if strategy.stage == 3 and wanted.stage == AUTO:
         better = replace(strategy, stage=2, reshard_after_forward=True, parameters=DEVICE)
-        yield "with whole weights on every rank (stage 2)", better
+        yield "stage 2, parameters whole on every rank", better
     for kind in ("activation_offload", "parameters", "gradients", "state"):
         tier = getattr(strategy, kind)
         if tier == DEVICE or getattr(wanted, kind) != AUTO:
@@ -221,9 +222,9 @@ def _better(strategy: Strategy, asked: Request) -> Iterator[tuple[str, Strategy]
             changes |= {"state_host_bytes": 0} | ({"parameters": DEVICE, "gradients": DEVICE} if up == DEVICE else {})
         better = replace(strategy, **changes)
         if better.problem(cpu=limits.cpu) is None:
-            yield f"with {kind.replace('activation_offload', 'activations')} on {up}", better
+            yield f"{names.get(kind, kind)} on {up}", better
     if wanted.micro_batch == AUTO and (micro_batch := decided(strategy.micro_batch)) < asked.preferred:
-        yield f"with a micro-batch of {micro_batch * 2} sequences", larger(strategy, micro_batch * 2)
+        yield f"micro-batch of {micro_batch * 2} sequences", larger(strategy, micro_batch * 2)
 
 
 def _and(short: tuple[Shortage, ...]) -> str:

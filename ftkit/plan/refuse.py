@@ -13,7 +13,7 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.plan.candidates import Request, some_divisors, with_adapter
 from ftkit.plan.limits import Limits, Shortage, gib, gib_up
-from ftkit.plan.memory import Memory
+from ftkit.plan.memory import LABELS, Memory
 from ftkit.spec.strategy import AUTO, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
@@ -53,22 +53,23 @@ def refusal(asked: Request, passed: Sequence[tuple[Strategy, tuple[Shortage, ...
     for each in short:
         ranks = limits.ranks(each.tier)
         sizes = sorted(taken.purposes(each.tier, each.phase).items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{purpose} {gib(size * ranks)}" for purpose, size in sizes)
+        parts = ", ".join(f"{LABELS.get(purpose, purpose)} {gib(size * ranks)}" for purpose, size in sizes)
         per = " per rank" if each.tier == DEVICE else ""
         where = {DEVICE: DEVICE, HOST: "host memory", NVME: "NVMe"}[each.tier]
         tiers.append(
             f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.phase} ({parts}), "
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
         )
+    here = " this machine, which has no GPU" if limits.cpu and not any("profile" in name for _, name in limits.names) else ""
     options = "; or ".join(islice(_options(asked), 3)) or "use a smaller model"
     tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     text = (
-        f"does not fit: {'; '.join(tiers)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
+        f"does not fit{here}: {'; '.join(tiers)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
         f"rank{'s' * (shape.world_size > 1)}, {tokens} tokens per micro-batch; {strategy}). "
         f"Options: {options}"
     )
-    if limits.cpu and not any("profile" in name for _, name in limits.names):
-        text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME plans for others"
+    if here:
+        text += ". To plan for another machine: ftkit plan --hardware NAME"
     return DoesNotFit(text, short)
 
 

@@ -16,11 +16,11 @@ from ftkit.plan.shape import Shape
 from ftkit.spec.strategy import Strategy
 
 STREAMS = {
-    "compute": "the GPUs' arithmetic",
-    "collectives": "collectives between GPUs",
-    "up": "PCIe to the GPUs",
-    "down": "PCIe from the GPUs",
-    "host update": "the update in host memory",
+    "compute": "GPU compute",
+    "collectives": "collectives",
+    "up": "host to GPU",
+    "down": "GPU to host",
+    "host update": "CPU update",
     "nvme read": "reading state from NVMe",
     "nvme write": "writing state to NVMe",
     "nvme fetch": "reading weights and activations from NVMe",

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from ftkit.plan.candidates import last_true, with_adapter
 from ftkit.plan.catalog import find_hardware
-from ftkit.plan.limits import gib
 from ftkit.plan.memory import GIB
 from ftkit.plan.plan import Asked, Plan
 from ftkit.plan.refuse import DoesNotFit
@@ -48,14 +47,14 @@ def what_if(asked: Asked) -> Iterator[Answer]:
 def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
     shape, limits, known = asked.shape, asked.limits, find_hardware(LARGER)
     if limits.device_bytes is not None and limits.device_bytes < known.device_bytes:
-        yield f"cards of {known.device_gib:.0f} GiB", replace(asked, limits=replace(limits, device_bytes=known.device_bytes))
+        yield f"GPUs of {known.device_gib:.0f} GiB", replace(asked, limits=replace(limits, device_bytes=known.device_bytes))
     if not limits.nvme_bytes and not limits.cpu and known.rates is not None:
         size = int(known.nvme_gib * GIB)
         read, write = (rate / limits.ranks_per_node for rate in (known.rates.nvme_read, known.rates.nvme_write))
         rates = None if asked.rates is None else replace(asked.rates, nvme_read=read, nvme_write=write)
-        yield f"NVMe of {gib(size)} GiB", replace(asked, limits=replace(limits, nvme_bytes=size), rates=rates)
+        yield f"NVMe of {known.nvme_gib:,.0f} GiB", replace(asked, limits=replace(limits, nvme_bytes=size), rates=rates)
     if not shape.peft:
-        yield "LoRA, rank 16", replace(asked, shape=with_adapter(shape))
+        yield "LoRA, rank 16 (estimate)", replace(asked, shape=with_adapter(shape))
     half = shape.sequence_tokens // 2
     if half >= 64:
         shorter = replace(shape, sequence_tokens=half)

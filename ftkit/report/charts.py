@@ -299,7 +299,7 @@ class Bar:
 
     name: str
     parts: Sequence[tuple[str, float]]
-    granted: float | None = None  # bytes at which there is a mark
+    granted: float | None = None  # the limit in bytes, at which there is a mark
     plain: bool = False  # one neutral colour, no entry in the legend
 
 
@@ -326,5 +326,5 @@ def stacked_bars(title: str, bars: Sequence[Bar]) -> Markup:
         parts.append(svg_text("tick", at(done) + 8, y + 16, short(done / GIB, 3), "start"))
         if each.granted in near:
             parts.append(f'<path class="limit" d="M{at(each.granted)} {y - 4}v{BAR + 8}"/>')
-    legend = [(name, colours[name], "part") for name in names] + [("granted", 0, "limit")] * bool(near)
+    legend = [(name, colours[name], "part") for name in names] + [("limit", 0, "limit")] * bool(near)
     return wide_chart(title, [each.name for each in bars], axis, "memory (GiB)", parts, legend)

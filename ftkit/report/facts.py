@@ -15,6 +15,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.output.run_folder import RunFolder
+from ftkit.plan.memory import LABELS
 from ftkit.spec.tiers import DEVICE
 
 JUDGED = ("loss", "grad_norm", "eval_loss")
@@ -100,7 +101,7 @@ class Facts:
         found, sharing = self._tier(tier)
         outside = "runtime" if tier == DEVICE else None
         sizes = found.get("purposes", {}).items()
-        return [(name, size / sharing) for name, size in sizes if size and name != outside]
+        return [(LABELS.get(name, name), size / sharing) for name, size in sizes if size and name != outside]
 
     def granted_bytes(self, tier: str) -> float | None:
         """Return the bytes granted to a rank on a tier; None without a limit."""

@@ -161,8 +161,8 @@ def _steps(facts: Facts) -> Iterator[Markup]:
         yield draw(f"Step {trace.step} of rank 0, measured: {lasted(trace.seconds)}", trace)
         overlap = "On a CPU, computation, collectives and update do not overlap. " if trace.device == "cpu" else ""
         yield Markup(
-            '<p class="remark">The number in a bar is the index of the block. The gap between forward and backward is the head '
-            "and the loss. {}For details, open trace.json in ui.perfetto.dev.</p>"
+            '<p class="remark">The number in a bar is the index of the block. The gap between forward and backward is the '
+            "head and the loss. {}For details, open trace.json in ui.perfetto.dev.</p>"
         ).format(overlap)
     if facts.standing.get("simulated"):
         found = from_chrome(facts.standing["simulated"])

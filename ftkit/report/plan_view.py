@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ftkit.config.wording import counted
+from ftkit.plan.memory import LABELS
 from ftkit.plan.plan import Plan
 from ftkit.plan.speed import STREAMS, Speed
 from ftkit.plan.whatif import Answer
@@ -34,6 +35,7 @@ STAGES = {
     3: "parameters, gradients and optimizer state are sharded (as FSDP full shard)",
 }
 UNTIMED = "the rates of this machine were not measured. Run `ftkit measure -o FILE.yaml`, then set `hardware: FILE.yaml`"
+PHASE_NAMES = {"load": "loading", "train": "training", "save": "saving", "resume": "resuming"}
 Rows = list[tuple[str, str]]
 
 
@@ -43,7 +45,7 @@ def show_plan(console: Console, plan: Plan, epoch: Mapping[str, float] | None = 
     for heading, rows in sections(plan, epoch):
         console.print(f"\n[bold cyan]{heading}[/]")
         for name, text in rows:
-            console.print(f"[bold]{name:<13}[/] {literal(text)}")
+            console.print(f"[bold]{name:<17}[/] {literal(text)}")
         if heading == "Strategy":
             console.print("\n[bold cyan]Memory at its peak, GiB[/]", _table(plan), sep="\n")
 
@@ -52,7 +54,7 @@ def model(plan: Plan) -> str:
     """Return the size of the model and the number of ranks."""
     shape = plan.shape
     trained = "all trained" if shape.trained_numel == shape.numel else f"{shape.trained_numel:,} of them trained"
-    blocks, ranks = counted(len(shape.blocks), "block"), counted(shape.world_size, "rank")
+    blocks, ranks = counted(len(shape.blocks), "transformer block"), counted(shape.world_size, "rank")
     return f"{shape.numel:,} parameters ({trained}), {blocks}, on {ranks}"
 
 
@@ -82,8 +84,8 @@ def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "gradients", f"{stored('gradients')}{', summed in fp32' if strategy.sums_in_fp32 else ''}"
     cached = decided(strategy.state_host_bytes) / GIB
     cache = f"; {cached:.1f} GiB of each rank's state cached in host memory" if cached else ""
-    update = "updated under the next forward" if strategy.deferred else "updated at the end of the step"
-    yield "optimizer", f"{stored('state')}, {update}{cache}"
+    update = f"updated {'while the next forward runs' if strategy.deferred else 'at the end of the step'}"
+    yield "optimizer state", f"{stored('state')}, {update}{cache}"
     blocks = len(shape.blocks)
     graphs = strategy.graphs(blocks)
     words = f"{graphs} of {blocks} blocks keep their activations, {blocks - graphs} recompute them"
@@ -106,13 +108,14 @@ def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _why(plan: Plan) -> Iterator[tuple[str, str]]:
     for number, sentence in enumerate(plan.why):
-        yield "" if number else "reason", sentence
+        yield ("reason", "does not fit", "")[min(number, 2)], sentence
     if plan.runner_up is not None and plan.speed is not None:
         strategy, speed = plan.runner_up
         change = speed.tokens_per_s / plan.speed.tokens_per_s - 1
         chosen = asdict(plan.strategy)
-        differs = ", ".join(f"{key}: {value}" for key, value in asdict(strategy).items() if value != chosen[key])
-        yield "next best", f"{speed.tokens_per_s:,.0f} tokens/s ({change:+.1%}) with {differs}"
+        changes = {key: value for key, value in asdict(strategy).items() if value != chosen[key] and key != "accumulation"}
+        differs = ", ".join(f"engine.{key}={value}" for key, value in changes.items())
+        yield "runner-up", f"{speed.tokens_per_s:,.0f} tokens/s ({change:+.1%}) with {differs}"
 
 
 def _step(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -123,11 +126,11 @@ def _step(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "time", f"unknown: {missing or UNTIMED}"
     else:
         yield "time", f"{speed.seconds:.2f} s for {speed.tokens:,} tokens"
-        yield "speed", f"{speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.1f} TFLOPS per rank with recomputation"
+        yield "speed", f"{speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.1f} TFLOPS per rank, recomputation counted"
         others = sorted((-share, name) for name, share in speed.busy.items() if share >= 0.005 and name != speed.binds)
-        beside = ", ".join(f"{STREAMS[name]} {-share:.0%}" for share, name in others)
-        busy = f"{STREAMS[speed.binds]}, busy {speed.busy[speed.binds]:.0%} of the step"
-        yield "bottleneck", f"{busy}; at the same time {beside}" if beside else busy
+        yield "bottleneck", f"{STREAMS[speed.binds]}, busy {speed.busy[speed.binds]:.0%} of the step"
+        if others:
+            yield "also busy", ", ".join(f"{STREAMS[name]} {-share:.0%}" for share, name in others)
     if written := plan.nvme_wear:
         node = sum(written.values()) * plan.limits.ranks_per_node
         rate = f"{node * 1440 / 1e12:,.1f} TB per day at one step per minute"
@@ -147,17 +150,17 @@ def _table(plan: Plan) -> Table:
         table.add_row(purpose, *(f"{size / GIB:.2f}" if size else "" for size in sizes))
     table.add_section()
     table.add_row("[bold]needed[/]", *(f"[bold]{plan.needed_bytes(tier) / GIB:.2f}[/]" for tier in tiers))
-    table.add_row("[bold]granted[/]", *(_granted(plan, tier) for tier in tiers))
+    table.add_row("[bold]limit[/]", *(_granted(plan, tier) for tier in tiers))
     by = ("" if plan.limits.granted(tier) is None else literal(plan.limits.name(tier)) for tier in tiers)
-    table.add_row("[dim]granted by[/]", *(f"[dim]{name}[/]" for name in by))
-    table.add_row("[dim]peak during[/]", *(f"[dim]{plan.memory.peak_phase(tier)}[/]" for tier in tiers))
+    table.add_row("[dim]limit from[/]", *(f"[dim]{name}[/]" for name in by))
+    table.add_row("[dim]peak while[/]", *(f"[dim]{PHASE_NAMES[plan.memory.peak_phase(tier)]}[/]" for tier in tiers))
     return table
 
 
 def _at_peak(plan: Plan, tier: str) -> dict[str, int]:
     """Return the bytes of each purpose on a tier at its peak, of a rank or of a node as in `TITLES`."""
     sizes = plan.memory.purposes(tier, plan.memory.peak_phase(tier))
-    return {purpose: size * plan.limits.ranks(tier) for purpose, size in sizes.items()}
+    return {LABELS.get(purpose, purpose): size * plan.limits.ranks(tier) for purpose, size in sizes.items()}
 
 
 def _granted(plan: Plan, tier: str) -> str:
@@ -169,14 +172,13 @@ def show_answers(console: Console, answers: Sequence[Answer], before: Speed | No
     """Print the plans for other hardware, an adapter and shorter sequences, with the change in speed."""
     console.print("\n[bold cyan]What if[/]")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("needed, GiB", no_wrap=True)
-    for name in (*(TITLES[tier] for tier in TIERS), "tokens/s"):
+    table.add_column("change", no_wrap=True)
+    for name in (*(f"GiB {TITLES[tier]}" for tier in TIERS), "tokens/s", "compared"):
         table.add_column(name, justify="right")
-    table.add_column("")
     for answer in answers:
         plan = answer.plan
         if plan is None:
-            table.add_row(answer.question, "", "", "", "", f"does not fit: {answer.problem}")
+            table.add_row(f"{answer.question}: does not fit, {answer.problem}")
             continue
         sizes = (f"{plan.needed_bytes(tier) / GIB:.1f}" if tier in plan.tiers else "" for tier in TIERS)
         speed = plan.speed
@@ -190,7 +192,7 @@ def render(plan: Plan, title: str) -> str:
     speed, charts = plan.speed, Markup()
     for tier in plan.tiers:
         bar = Bar("planned", list(_at_peak(plan, tier).items()), plan.limits.granted(tier))
-        charts += stacked_bars(f"{TITLES[tier]}: peak during {plan.memory.peak_phase(tier)}", [bar])
+        charts += stacked_bars(f"{TITLES[tier]}: peak while {PHASE_NAMES[plan.memory.peak_phase(tier)]}", [bar])
     return html(
         "plan.html",
         title=title,
@@ -208,7 +210,7 @@ def _cards(plan: Plan) -> Iterator[Card]:
         yield "one step", "", f"{speed.seconds:.2f}", "s", f"{speed.tokens:,} tokens"
         yield "speed", "", f"{speed.tokens_per_s:,.0f}", "tokens/s", f"{speed.tflops:.1f} TFLOPS per rank"
     for tier in plan.tiers:
-        yield TITLES[tier], "", f"{plan.needed_bytes(tier) / GIB:.1f}", "GiB", f"{_granted(plan, tier)} granted"
+        yield TITLES[tier], "", f"{plan.needed_bytes(tier) / GIB:.1f}", "GiB", f"limit {_granted(plan, tier)}"
 
 
 def _curve(plan: Plan, speed: Speed) -> Markup:

@@ -39,10 +39,10 @@ def test_of_a_machine_a_share_is_granted_and_of_a_group_all():
     own = 2 * 300 * MIB
     machine = here(MACHINE_64)
     assert machine.host_bytes == MACHINE_64.usable * 8 // 10 + own
-    assert machine.name("host") == "what is free of the machine"
+    assert machine.name("host") == "free memory of the machine"
     group = here(GROUP_8, MACHINE_64)
     assert group.host_bytes == GROUP_8.usable + own == 6 * GIB - guarded_bytes(8 * GIB) + own
-    assert group.name("host") == "what is free of /sys/fs/cgroup/slurm"
+    assert group.name("host") == "free memory of /sys/fs/cgroup/slurm"
 
 
 def test_of_a_drive_no_more_is_granted_than_was_said(tmp_path):
@@ -62,4 +62,4 @@ def test_what_is_granted_by_number_is_no_more_than_there_is():
     assert here(MACHINE_64, host_gib=38).host_bytes == 38 * GIB, "by number more than the share of what is free"
     more = here(GROUP_8, MACHINE_64, host_gib=100)
     assert more.host_bytes == GROUP_8.usable + 600 * MIB
-    assert "memory.host_gib says more" in more.name("host")
+    assert "memory.host_gib is higher" in more.name("host")

@@ -107,6 +107,6 @@ def test_bars_say_what_they_are():
     widths = [float(each.get("width")) for each in svg(figure).iter("rect")]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
     names = [each[0].tail for each in ElementTree.fromstring(re.search("<ul.*</ul>", figure).group()).findall("li")]
-    assert names == ["parameters", "moments", "granted"]
+    assert names == ["parameters", "moments", "limit"]
     far = Bar("host, plan", [("parameters", 2.0 * GIB)], 70.0 * GIB)
-    assert "granted" not in stacked_bars("memory", [far]), "a mark far away would make the bar invisible"
+    assert ">limit<" not in stacked_bars("memory", [far]), "a mark far away would make the bar invisible"

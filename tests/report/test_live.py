@@ -62,7 +62,7 @@ def test_it_is_written_now_and_then_and_where_something_happened(tmp_path, monke
         assert json.loads((run.path / "report.json").read_text())["status"] == "running"
         run.report.end()
     assert json.loads((run.path / "report.json").read_text())["status"] == "finished"
-    assert ">ended<" in (run.path / "report.html").read_text()
+    assert ">finished<" in (run.path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("steps", "begun_at", "traced"), [(5, 0, 3), (2, 0, 2), (10, 4, 7)])

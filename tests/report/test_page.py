@@ -100,7 +100,7 @@ def test_a_run_that_ended(tmp_path):
     )
     path = refresh(folder)
     text = check(path.read_text())
-    assert 'class="status good">ended<' in text
+    assert 'class="status good">finished<' in text
     assert 'http-equiv="refresh"' not in text
     for shown in ("4 →</small> 3<", "−25.0 %", "2.00 GiB", "3.00 GiB planned", "90 s", "seed: 17"):
         assert shown in text, shown

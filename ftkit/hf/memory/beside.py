@@ -39,6 +39,6 @@ def _taken_bytes(units: ShardedTransformer, tier: str, limits: Limits) -> int:
     memory = units.plan.memory
     peak = memory.peak_phase(tier)
     planned = memory.at(tier, peak) - memory.purposes(tier, peak).get("runtime", 0)  # a process takes it once
-    if tier == DEVICE and limits.name(DEVICE).startswith("what is free"):  # allocated bytes are not free
+    if tier == DEVICE and limits.name(DEVICE).startswith("free memory"):  # allocated bytes are not free
         planned -= sum(units.state_bytes().values())
     return max(planned, 0)

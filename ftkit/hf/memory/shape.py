@@ -157,18 +157,18 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: 
     memory, cpu = settings.memory, device.type == "cpu"
     own = ranks_per_node * (psutil.Process().memory_info().rss - of_other_ranks())  # the plan counts it as runtime
     usable, source, free = usable_host(CPU_SHARE if cpu else HOST_SHARE)
-    host, host_name = usable + own, f"what is free of {source}"
+    host, host_name = usable + own, f"free memory of {source}"
     if memory.host_gib is not None:
         host, host_name = int(memory.host_gib * GIB), "memory.host_gib"
         if host > free + own:  # a number may grant more than the share
-            host, host_name = free + own, f"what is free of {source} ({host_name} says more)"
+            host, host_name = free + own, f"free memory of {source} ({host_name} is higher)"
     on_device, device_name = None, "memory.device_gib"
     if not cpu and memory.device_gib is not None:
         on_device = int(memory.device_gib * GIB)
     elif not cpu:
         free_bytes, total = torch.cuda.mem_get_info(device)
         part, whole = DEVICE_SHARE
-        on_device, device_name = free_bytes - total * part // whole + CONTEXT_BYTES, "what is free"
+        on_device, device_name = free_bytes - total * part // whole + CONTEXT_BYTES, "free memory"
     nvme = disk_free(memory.nvme_dir) if memory.nvme_dir is not None else None
     if nvme is not None and memory.nvme_gib is not None:
         nvme = min(nvme, int(memory.nvme_gib * GIB))
