@@ -143,6 +143,7 @@ def _busy(events: Sequence[Event], resources: Mapping[str, float]) -> defaultdic
         if event.stream == "compute":
             if event.name.startswith(("backward", "await")):
                 found["compute"] += max(reducing, 0.0)
+                reducing = 0.0
             reducing -= longest
         elif event.name.startswith("reduce"):
             reducing = longest

@@ -57,6 +57,14 @@ def test_it_finds_what_simulating_all_finds(rates):
     assert took[second] <= min(took[each] for each in others) * (1 + ALIKE)
 
 
+def test_a_reduction_is_waited_for_once():
+    """With frozen blocks after the trained ones, nothing hides a wait that the bound adds twice."""
+    frozen = tuple((replace(flat, trained=False),) for (flat,) in SHORT.blocks[3:])
+    shape = replace(SHORT, roots=(replace(SHORT.roots[0], trained=False), SHORT.roots[1]), blocks=SHORT.blocks[:2] + frozen)
+    way = Strategy.of(stage=2, activations=3, accumulation=8, gradient_dtype="fp32")
+    assert bound(shape, way, V100) <= speed(shape, way, V100).seconds * (1 + 1e-9)
+
+
 def test_ways_that_are_alike_give_the_cheapest():
     limits = on("8xv100-16gb")
     compute_only = replace(V100, link=1e15, pcie=1e15, dram=1e18, hbm=1e15, collective_s=0.0)

@@ -1110,6 +1110,13 @@ FAULTS = (
         "tests/plan/test_live_bytes.py::test_what_stays_of_a_state_fits_what_is_free_though_the_user_decided_the_rest",
     ),
     _fault(
+        "a bound adds a wait for a reduction twice",
+        "ftkit/plan/search.py",
+        "                reducing = 0.0\n",
+        "                pass\n",
+        "tests/plan/test_search.py::test_a_reduction_is_waited_for_once",
+    ),
+    _fault(
         "a way on NVMe is left out though it keeps more graphs",
         "ftkit/plan/search.py",
         " and each.graphs(blocks) <= one.graphs(blocks) for one",
