@@ -47,8 +47,8 @@ class Shortage:
         short = self.needed_bytes - self.granted_bytes
         where = {DEVICE: "device memory", HOST: "host memory", NVME: "NVMe"}[self.tier]
         if self.tier == NVME and not self.granted_bytes:
-            return f"{gib(self.needed_bytes)} GiB of NVMe needed, none granted"
-        return f"{gib(self.needed_bytes)} GiB of {where} needed, {gib(short)} more than granted"
+            return f"{gib(self.needed_bytes)} GiB of NVMe needed, no drive granted"
+        return f"{gib(self.needed_bytes)} GiB of {where} needed, {gib(short)} above the limit"
 
 
 def shortages(taken: Memory, limits: Limits) -> tuple[Shortage, ...]:
