@@ -13,8 +13,8 @@ from typing import Any
 
 from ftkit.plan.candidates import Request, larger, last_true
 from ftkit.plan.limits import Limits, Shortage
-from ftkit.plan.memory import ACTIVATIONS, PHASES, Memory, widest_states_bytes
-from ftkit.plan.refuse import check_disk, refusal
+from ftkit.plan.memory import ACTIVATIONS, GIB, PHASES, Memory, kept_bytes, widest_states_bytes
+from ftkit.plan.refuse import DoesNotFit, check_disk, refusal
 from ftkit.plan.search import ALIKE, fastest
 from ftkit.plan.shape import Shape
 from ftkit.plan.speed import Speed
@@ -114,6 +114,24 @@ class Plan:
         if "parameters" in written:  # frozen ones are only read
             written["parameters"] = written["parameters"] * self.shape.trained_numel // self.shape.numel
         return written
+
+    def check_wide_inputs(self) -> None:
+        """Check that inputs of blocks fit if they need twice the planned bytes, because the residual stream is fp32.
+
+        Raises:
+            DoesNotFit: They do not fit.
+        """
+        graphs = self.strategy.graphs(len(self.shape.blocks)) * kept_bytes(self.shape, self.strategy)  # with their inputs
+        for tier in self.tiers:
+            more = (self.memory.purposes(tier).get(ACTIVATIONS, 0) + graphs * (tier == DEVICE)) * self.limits.ranks(tier)
+            granted, needed = self.limits.granted(tier), self.memory.at(tier, "train") * self.limits.ranks(tier) + more
+            if more and granted is not None and needed > granted:
+                raise DoesNotFit(
+                    f"residual sums overflow in fp16; in fp32 activations take {more / GIB:.2f} GiB more, "
+                    f"{needed / GIB:.2f} in all, and {self.limits.name(tier)} grants {granted / GIB:.2f} on {tier}: set "
+                    f"engine.micro_batch below {self.strategy.micro_batch} or engine.activation_offload to a lower tier"
+                    f"{', or engine.state_host_bytes to 0' if self.strategy.state_host_bytes else ''}"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as an object for JSON, all sizes in bytes."""

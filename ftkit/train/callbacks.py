@@ -26,6 +26,7 @@ from ftkit.data.formats import BadRowError, detect, parse_record, read_row
 from ftkit.data.sources import rows
 from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.errors import UserError
+from ftkit.hf.fp16.search import widens_inputs
 from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.report.text import GIB, literal
 
@@ -128,11 +129,13 @@ class LookAtModel(TrainerCallback):
         self.trainer, self.console = trainer, console
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at the model."""
+        """Look at the model, and refuse a run in which the modules that need fp32 do not fit."""
         units = self.trainer.engine
         where = "" if units.comm.device.type == "cuda" else "off without a GPU; on one, "
         self.console.print(literal(f"fused kernels: {where}{units.fused.summary()}"))
         self.trainer.overflow_scan.look(self.trainer.first_batches())
+        if widens_inputs(units):
+            self.trainer.plan.check_wide_inputs()
 
 
 class Bar(TrainerCallback):

@@ -158,6 +158,17 @@ def test_every_way_is_one_that_the_engine_takes():
         assert way.state != "device" or way.parameters == way.gradients == "device"
 
 
+def test_kept_inputs_that_turn_out_twice_as_wide():
+    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activation_offload="device", activations="recompute"))
+    plan.check_wide_inputs()
+    kept = plan.memory.purposes("device")["activations"]
+    assert kept > 0
+    limits = replace(plan.limits, device_bytes=plan.memory.at("device", "train") + kept - 1)
+    tight = replace(plan, asked=replace(plan.asked, limits=limits))
+    with pytest.raises(DoesNotFit, match=rf"activations take {kept / GIB:.2f} GiB more"):
+        tight.check_wide_inputs()
+
+
 def test_nvme_is_used_when_the_host_is_too_small():
     plan = make_plan(MIDDLE, cpu(13, nvme_gib=100))
     assert plan.strategy.state == "nvme"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ftkit.errors import UserError
-from ftkit.hf.fp16.search import BATCHES, find_fp32_modules, taken_by
+from ftkit.hf.fp16.search import BATCHES, find_fp32_modules, taken_by, widens_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class OverflowScan:
 
         Raises:
             UserError: The forward is not finite, and fp32 modules do not help.
+            DoesNotFit: The fp32 inputs of blocks do not fit.
         """
         if self._looked or not self.is_on:
             return
@@ -62,6 +63,9 @@ class OverflowScan:
                 "fp16: the model's forward on the first batches is not finite, and computing parts of it in fp32 does not "
                 "help. Compute in bf16 or fp32 (train.dtype, or ftkit={'dtype': ...}), or check the weights"
             )
+        units = self.trainer.engine
+        if units.plan is not None and widens_inputs(units):
+            units.plan.check_wide_inputs()
 
     def after_step(self) -> None:
         """Log where a skipped step overflowed. If its forward did, make fp32 modules. A collective then."""

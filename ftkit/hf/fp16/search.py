@@ -65,6 +65,12 @@ def find_fp32_modules(units: ShardedTransformer, batches: Iterable[Mapping[str, 
     return modules
 
 
+def widens_inputs(units: ShardedTransformer) -> bool:
+    """Return whether blocks get fp32 inputs: an fp32 module is in a block, or before one."""
+    blocks = tuple(f"{unit.name}." for unit in units.units)
+    return any(f"{name}.".startswith(blocks) for name in units.fp32_modules.found)
+
+
 def taken_by(model: nn.Module) -> Collection[str]:
     """Return the names of the arguments of a model's forward; of a PEFT model, those of its base."""
     return inspect.signature(base_of(model).forward).parameters.keys()
