@@ -165,10 +165,11 @@ def test_short_transfers_go_on(disk: Disk, monkeypatch: pytest.MonkeyPatch):
     assert same(read(file), values)
 
 
-def test_measuring(disk: Disk, monkeypatch: pytest.MonkeyPatch):
+def test_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(probe, "MEASURED_BYTES", 8 * MIB)
-    assert min(probe._disk_rates(disk)) > 0
-    assert [path.name for path in disk.path.iterdir()] == [LOCK]
+    found = probe.measure_drive(tmp_path)
+    assert min(found["write_bytes_per_s"], found["read_bytes_per_s"]) > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_cut_short(disk: Disk):
