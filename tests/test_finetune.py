@@ -110,7 +110,7 @@ def test_a_run_that_is_continued_has_no_summary_until_its_end(whole, home, world
 def test_a_run_leaves_its_report(whole, ended):
     page = (whole[0] / "report.html").read_text()
     check(page)
-    for told in ("finished</span>", "10 <small>of 10", "Step 3 of rank 0, measured", "backward 0: ", "3+1?", "max_steps: 10"):
+    for told in (">finished<", "10 <small>of 10", "Step 3 of rank 0, measured", "backward 0: ", "3+1?", "max_steps: 10"):
         assert told in page, told
     standing = json.loads((whole[0] / "report.json").read_text())
     assert (standing["status"], standing["steps"], standing["plan"]["ranks"]) == ("finished", 10, 2)
