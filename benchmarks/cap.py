@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="per sequence; one sequence per rank")
     parser.add_argument("--peers", action="store_true", help="also find the largest model of each peer under the cap")
     options, console = parser.parse_args(), Console(width=120)
-    with tempfile.TemporaryDirectory(prefix="ftkit-cap-") as folder:
+    runs = Path(__file__).parents[1] / "runs"  # a drive: /tmp may be in memory
+    runs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="cap-", dir=runs) as folder:
         result = train(Path(folder), options)
     for step in result["steps"]:
         speed = f"{step['tokens_per_second']:.0f} tokens/s"

@@ -53,6 +53,7 @@ from ftkit.hf.memory.fake import CudaAttentionBackward, batch, nothing_behind
 from ftkit.hf.sharding import shard_as
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.plan import Plan
+from ftkit.plan.refuse import DoesNotFit
 from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.spec.update_rules import ADAMW, MOMENTUM
 from ftkit.train.planning import model_of, plan_recipe
@@ -278,7 +279,12 @@ def main() -> None:
     print(f"{'device':>7} {'host':>7}  of the plan")
     failed = 0
     for name in options.recipes or [each for each in packaged() if each.endswith(options.hardware)]:
-        found = run(name, options.hardware)
+        try:
+            found = run(name, options.hardware)
+        except (AssertionError, DoesNotFit) as error:
+            failed += 1
+            print(f"  <- failed: {name}: {error}", flush=True)
+            continue
         print(f"{found.share(DEVICE):7.1%} {found.share(HOST):7.1%}  {name}", flush=True)
         if not found.agrees:
             failed += 1

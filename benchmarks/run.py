@@ -104,6 +104,7 @@ def run_ranks(spec: dict[str, Any], group: Path | None) -> tuple[list[dict[str, 
         processes used.
     """
     folder, world = Path(spec["folder"]), spec["world"]
+    python = peers_python() if ENGINES[spec["engine"]].peer else sys.executable  # installs at first use
     variables = {
         **os.environ,
         "BENCH_SPEC": json.dumps(spec),
@@ -113,7 +114,6 @@ def run_ranks(spec: dict[str, Any], group: Path | None) -> tuple[list[dict[str, 
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(ROOT),
     }
-    python = peers_python() if ENGINES[spec["engine"]].peer else sys.executable
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     busy, own, start = busy_s(), sum(os.times()[2:4]), time.time()
     with open(folder / "log", "w+") as log:
@@ -126,7 +126,11 @@ def run_ranks(spec: dict[str, Any], group: Path | None) -> tuple[list[dict[str, 
             late = f"\nTimeoutError: not done after {TIMEOUT_S} s"
         finally:
             process.terminate()  # the launcher ends its ranks, which would survive a kill
-            process.wait()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         log.seek(0)
         output = log.read() + late
     used = busy_s() - busy - (sum(os.times()[2:4]) - own)

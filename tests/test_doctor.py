@@ -179,3 +179,12 @@ def test_a_kernel_is_compiled_for_the_named_gpu(monkeypatch: pytest.MonkeyPatch,
     assert _triton_error() is None
     monkeypatch.setattr("ftkit.cli.probe.VOLTA", 35)
     assert "sm_35" in str(_triton_error())
+
+
+def test_a_folder_that_is_no_drive(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with mock.patch("ftkit.cli.probe._triton_error", return_value=None):
+        found = findings(probe(file))["NVMe"]
+    assert found.verdict == "fail"
+    assert str(file) in found.found

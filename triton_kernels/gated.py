@@ -118,6 +118,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
 
     Raises:
         KernelError: Shapes, dtypes or devices differ.
+        ValueError: The activation is unknown.
 
     Cost: on a GPU one launch each forward and backward. Only the inputs are saved.
     """
@@ -125,7 +126,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     check_fits("gated", "up", up, gate.shape, gate.device)
     if up.dtype != gate.dtype:
         raise KernelError(f"gated: up is {up.dtype}, gate is {gate.dtype}; one dtype for both is needed")
+    kind = ACTIVATIONS.index(activation)
     if not use_triton(gate):
         return gated_reference(gate, up, activation)
-    found: Tensor = _Gated.apply(gate, up, ACTIVATIONS.index(activation))
+    found: Tensor = _Gated.apply(gate, up, kind)
     return found

@@ -44,7 +44,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, offset: float =
     if casting == "gemma":
         return (normal * (weight.to(normal.dtype) + offset)).to(x.dtype)
     factor = weight + offset if offset else weight
-    return factor * normal.to(weight.dtype if casting == "t5" else x.dtype)
+    return factor * normal.to({"t5": weight.dtype, "llama": x.dtype}[casting])
 
 
 @triton.jit

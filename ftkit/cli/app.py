@@ -6,6 +6,7 @@ are runs ended early, with and without a checkpoint; 65 is a diverged loss (`ftk
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -64,6 +65,9 @@ def ftkit(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code. `arguments` defaults to those of the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # the terminal or the names of files may not be UTF-8
     try:
         app(arguments, prog_name="ftkit")
     except UserError as error:

@@ -85,6 +85,7 @@ def _torch(facts: Probe) -> Iterator[Finding]:
         found = f"{built}, computes on {facts.torch_gpus} of {counted(len(facts.gpus), 'GPU')}{reason}"
         fix = "unset CUDA_VISIBLE_DEVICES; reboot if the driver was updated"
         fix = _wheel(facts) if "no kernel image" in reason else fix
+        fix = "end the process that uses the GPU's memory" if "out of memory" in reason else fix
         yield Finding("torch", "warn" if facts.torch_gpus else "fail", found, fix)
     else:
         yield Finding("torch", "ok", built)
@@ -116,6 +117,8 @@ def _links(facts: Probe) -> Iterator[Finding]:
 
 def _triton(facts: Probe) -> Iterator[Finding]:
     version = facts.versions.get("triton")
+    if version is None:
+        return  # `_versions` reports it
     if facts.triton_error is not None:
         found = f"{version} cannot compile for sm_70 ({facts.triton_error}); Triton 3.4 to 3.9 can"
         volta = any(gpu.capability < TURING for gpu in facts.gpus)
@@ -143,6 +146,9 @@ def _memory(facts: Probe) -> Iterator[Finding]:
 def _nvme(facts: Probe) -> Iterator[Finding]:
     drive = facts.nvme
     if drive is None:
+        return
+    if "error" in drive:
+        yield Finding("NVMe", "fail", drive["error"], "name a writable folder of a local drive")
         return
     write, read = drive["write_bytes_per_s"], drive["read_bytes_per_s"]
     found = f"{drive['path']} ({drive['filesystem']}): writes {write / 1e9:.1f} GB/s, reads {read / 1e9:.1f} GB/s, "

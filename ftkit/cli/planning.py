@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,8 +137,12 @@ def data(
     out: Page = None,
 ) -> None:
     """Show the rows of a recipe as tokens and labels, with warnings. The exit code is 2 if a run would refuse them."""
+    import datasets
+
     from ftkit.train.preview import preview
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # each tick would be a line of a log file
     found = preview(recipe, settings=overrides or (), rows=rows)
     if as_json:
         echo_json(asdict(found))

@@ -20,6 +20,8 @@ from typing import Any
 
 import pynvml
 
+from ftkit.errors import UserError
+
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "numba")
 VOLTA = 70
 MEASURED_BYTES = 256 << 20
@@ -52,16 +54,22 @@ class Probe:
     cgroup: tuple[str, int] | None = None  # tightest cgroup limit below that: folder, bytes
     shm_bytes: int | None = None  # size of /dev/shm
     versions: dict[str, str | None] = field(default_factory=dict)  # of each package; None: not installed
-    nvme: dict[str, Any] | None = None  # result of measure_drive
+    nvme: dict[str, Any] | None = None  # result of measure_drive, or its error
 
 
 def probe(nvme_dir: Path | None = None) -> Probe:
     """Return the facts of this machine. The drive of `nvme_dir` is measured if it is given."""
+    nvme = None
+    if nvme_dir is not None:
+        try:
+            nvme = measure_drive(nvme_dir)
+        except UserError as error:
+            nvme = {"error": str(error)}
     return Probe(
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))), None),
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
-        nvme=None if nvme_dir is None else measure_drive(nvme_dir),
+        nvme=nvme,
         triton_error=_triton_error(),
         **_driver(),
         **_torch(),
@@ -125,12 +133,12 @@ def _torch() -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "torch_gpus": 0}
-    try:
-        for number in range(torch.cuda.device_count()):
+    for number in range(torch.cuda.device_count()):
+        try:
             torch.ones(1, device=f"cuda:{number}").item()
             found["torch_gpus"] += 1
-    except RuntimeError as error:
-        found["torch_error"] = str(error).splitlines()[0]
+        except RuntimeError as error:
+            found["torch_error"] = str(error).splitlines()[0]
     return found
 
 

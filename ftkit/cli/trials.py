@@ -83,7 +83,7 @@ class NotingTrainer(RecipeTrainer):
         step = self.state.global_step + 1
         if step == 1 and not self.seen and self.trial.ranks == 1 and self.units is not None:
             fresh = self.trial.recipe.model.name is None
-            state = self.units.state_dict()
+            state = self.units.state_dict() if fresh or self.trial.recipe.adapter is not None else {}
             self.drawn = {name: value.cpu() for name, value in state.items() if fresh or "lora_" in name}
         if step == self.trial.killed_at:
             self.checkpoints.finish()

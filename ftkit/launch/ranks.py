@@ -122,7 +122,7 @@ def check_ranks(ranks: int, gpus: int) -> None:
     if gpus and ranks > gpus:
         raise UserError(
             f"{ranks} ranks were asked for and this node has {gpus} usable GPU{'s' * (gpus > 1)}: a rank needs a GPU of "
-            f"its own; use --nproc {gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"its own; use at most {gpus} ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
 
 

@@ -267,9 +267,15 @@ def _discard(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that the user named, and make the folders above it."""
+    """Write a file that the user named, completely or not at all, and make the folders above it.
+
+    Raises:
+        UserError: An HTML page would replace a file with another suffix.
+    """
+    if text.startswith("<!doctype html>") and path.is_file() and path.suffix != ".html":
+        raise UserError(f"--out: {path} exists and is not an .html file; name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write(path, text)
 
 
 def append_line(path: Path, record: Any) -> None:

@@ -111,9 +111,10 @@ class Plan:
         """Bytes that a rank writes to NVMe in one step, by purpose."""
         times = {"gradients": self.strategy.rounds, ACTIVATIONS: self.strategy.rounds}
         written = {purpose: size * times.get(purpose, 1) for purpose, size in self.memory.purposes(NVME).items()}
-        if "parameters" in written:  # frozen ones are only read
-            written["parameters"] = written["parameters"] * self.shape.trained_numel // self.shape.numel
-        return written
+        if "parameters" in written:  # frozen ones are only read; adapters stay on the device
+            trained = 0 if self.shape.peft else self.shape.trained_numel
+            written["parameters"] = written["parameters"] * trained // self.shape.numel
+        return {purpose: size for purpose, size in written.items() if size}
 
     def check_wide_inputs(self) -> None:
         """Check that inputs of blocks fit if they need twice the planned bytes, because the residual stream is fp32.

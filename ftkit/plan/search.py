@@ -132,6 +132,8 @@ def _busy(events: Sequence[Event], resources: Mapping[str, float]) -> defaultdic
     """Return the seconds of each stream's events, waits for reductions included, and of all work on each resource."""
     found: defaultdict[str, float] = defaultdict(float)
     reducing = 0.0  # seconds of the last reduction, less the computation beside it
+    # Only the backward of a block with trained weights waits for the reduction before it.
+    waiting = {event.name.removeprefix("collect ") for event in events if event.name.startswith("collect backward")}
     for event in events:
         longest = 0.0
         for name, amount in event.work.items():
@@ -141,7 +143,7 @@ def _busy(events: Sequence[Event], resources: Mapping[str, float]) -> defaultdic
                 found[name] += took
         found[event.stream] += longest
         if event.stream == "compute":
-            if event.name.startswith(("backward", "await")):
+            if event.name in waiting or event.name.startswith("await"):
                 found["compute"] += max(reducing, 0.0)
                 reducing = 0.0
             reducing -= longest

@@ -91,7 +91,7 @@ def render(facts: Facts) -> str:
 def _cards(facts: Facts, status: str) -> Iterator[Card]:
     name, before, after = facts.losses()
     change = ""
-    if before and after is not None and math.isfinite(after / before):
+    if before and before > 0 and after is not None and math.isfinite(after / before):
         change = f"{100 * (after / before - 1):+.1f} % since the start".replace("-", "−")
     if after is None:
         before, after = None, before
@@ -106,7 +106,8 @@ def _cards(facts: Facts, status: str) -> Iterator[Card]:
     for tier in (DEVICE, HOST):
         planned = facts.planned_bytes(tier)
         if peak := facts.peak_bytes(tier):
-            yield f"peak {tier} memory, highest rank", "", gib(peak), "", f"{gib(planned)} planned" if planned else ""
+            note = f"highest rank; {gib(planned)} planned" if planned else "highest rank"
+            yield f"peak {tier} memory", "", gib(peak), "", note
 
 
 def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:

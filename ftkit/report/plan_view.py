@@ -178,13 +178,15 @@ def show_answers(console: Console, answers: Sequence[Answer], before: Speed | No
     for answer in answers:
         plan = answer.plan
         if plan is None:
-            table.add_row(f"{answer.question}: does not fit, {answer.problem}")
             continue
         sizes = (f"{plan.needed_bytes(tier) / GIB:.1f}" if tier in plan.tiers else "" for tier in TIERS)
         speed = plan.speed
         change = "" if speed is None or before is None else f"{speed.tokens_per_s / before.tokens_per_s - 1:+.0%}"
         table.add_row(answer.question, *sizes, "" if speed is None else f"{speed.tokens_per_s:,.0f}", change)
     console.print(table)
+    for answer in answers:
+        if answer.plan is None:
+            console.print(literal(f"{answer.question}: does not fit: {answer.problem}"))
 
 
 def render(plan: Plan, title: str) -> str:

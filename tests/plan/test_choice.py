@@ -11,7 +11,7 @@ import pytest
 from ftkit.plan.candidates import COSTS, Request, cost, with_adapter
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.limits import Limits, shortages
-from ftkit.plan.memory import GIB, MIB, graph_bytes, memory
+from ftkit.plan.memory import GIB, MIB, graph_bytes, kept_bytes, memory
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
@@ -158,15 +158,29 @@ def test_every_way_is_one_that_the_engine_takes():
         assert way.state != "device" or way.parameters == way.gradients == "device"
 
 
-def test_kept_inputs_that_turn_out_twice_as_wide():
-    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activation_offload="device", activations="recompute"))
+@pytest.mark.parametrize("activations", ["recompute", 3])
+def test_kept_inputs_that_turn_out_twice_as_wide(activations: str | int):
+    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activation_offload="device", activations=activations))
     plan.check_wide_inputs()
-    kept = plan.memory.purposes("device")["activations"]
-    assert kept > 0
+    graphs = 0 if activations == "recompute" else activations * kept_bytes(plan.shape, plan.strategy)
+    kept = plan.memory.purposes("device")["activations"] + graphs
     limits = replace(plan.limits, device_bytes=plan.memory.at("device", "train") + kept - 1)
     tight = replace(plan, asked=replace(plan.asked, limits=limits))
     with pytest.raises(DoesNotFit, match=rf"activations take {kept / GIB:.2f} GiB more"):
         tight.check_wide_inputs()
+
+
+def test_writes_to_nvme_in_a_step():
+    nvme = dict.fromkeys(("parameters", "gradients", "state", "activation_offload"), "nvme")
+    wanted = Strategy(**nvme, stage=3, activations="recompute", state_host_bytes=0, micro_batch=1, accumulate_in="step")
+    for shape, share in ((SMALL, 1.0), (SMALL.frozen(), 0.0)):
+        plan = make_plan(shape, cpu(13, nvme_gib=100), wanted, sequences=2)
+        stored, written = plan.memory.purposes("nvme"), plan.nvme_wear
+        assert plan.strategy.rounds == 2
+        assert written["activations"] == 2 * stored["activations"] > 0
+        assert written.get("gradients", 0) == 2 * stored.get("gradients", 0)
+        assert written.get("parameters", 0) == share * stored["parameters"]
+        assert written.get("moments", 0) == stored.get("moments", 0)
 
 
 def test_nvme_is_used_when_the_host_is_too_small():

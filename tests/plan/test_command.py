@@ -77,7 +77,7 @@ def test_a_run_that_does_not_fit_is_not_started(capsys, tmp_path):
     arguments = ["--nproc", 1, "--set", "memory.host_gib=4", "--set", f"output.dir={tmp_path / 'out'}"]
     arguments += ["--set", "train.max_steps=1"]
     text = refusal(capsys, "finetune", RECIPES / "llama2-13b.yaml", *arguments)
-    assert "does not fit: host memory" in text
+    assert "does not fit this machine, which has no GPU: host memory" in text
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 

@@ -59,7 +59,8 @@ def test_it_is_written_now_and_then_and_where_something_happened(tmp_path, monke
         run.events += 1
         run.step(0.1)
         assert run.written != second
-        assert json.loads((run.path / "report.json").read_text())["status"] == "running"
+        standing = json.loads((run.path / "report.json").read_text())
+        assert (standing["status"], standing["seconds"]) == ("running", pytest.approx(4.9 + 0.2 + 0.1))
         run.report.end()
     assert json.loads((run.path / "report.json").read_text())["status"] == "finished"
     assert ">finished<" in (run.path / "report.html").read_text()

@@ -192,7 +192,7 @@ def test_runs_are_compared(tmp_path):
     first = run_folder(tmp_path / "a" / "demo", metrics=lines(5), recipe=recipe.format(lr=0.1))
     second = run_folder(tmp_path / "b" / "demo", metrics=lines(9), recipe=recipe.format(lr=0.2))
     out = tmp_path / "new" / "both.html"
-    compare([first, second], out)
+    compare([first, second, first], out)
     text = check(out.read_text())
     assert f"<th>{first}</th><th>{second}</th>" in text
     assert "<tr><th>optimizer.lr</th><td>0.1</td><td>0.2</td></tr>" in text

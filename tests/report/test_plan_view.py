@@ -53,6 +53,8 @@ def test_a_plan_on_a_terminal(asked: Asked) -> None:
     assert needed
     assert needed.group(1).split() == [f"{plan.needed_bytes(tier) / 2**30:.2f}" for tier in plan.tiers]
     assert all(sentence in text for sentence in plan.why)
+    assert f"\nreason            {plan.why[0]}\n" in text
+    assert len(plan.why) < 2 or f"\ndoes not fit      {plan.why[1]}\n" in text
     assert text.endswith("epoch             90 s for about 1,000,000 tokens (estimated from the file size)\n")
     assert re.search(r"^disk +\d+\.\d GiB in output.dir", text, re.MULTILINE)
     if plan.speed is None:

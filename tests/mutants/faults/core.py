@@ -1114,7 +1114,7 @@ FAULTS = (
         "ftkit/plan/search.py",
         "                reducing = 0.0\n",
         "                pass\n",
-        "tests/plan/test_search.py::test_a_reduction_is_waited_for_once",
+        "tests/plan/test_search.py::test_a_frozen_block_waits_for_no_reduction",
     ),
     _fault(
         "a way on NVMe is left out though it keeps more graphs",

@@ -198,8 +198,8 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "stream: the remaining gradients are reduced before their backward ends",
         _REDUCTIONS,
-        "run(self.streams.now(), span=\"finish gradients\")",
-        "run(span=\"finish gradients\")",
+        'run(self.streams.now(), span="finish gradients")',
+        'run(span="finish gradients")',
         _ROW_STAGE0,
         _ROW_STAGE1,
     ),
@@ -221,8 +221,8 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "stream: deferred gradients are reduced before their backward ends",
         _REDUCTIONS,
-        "run(self.streams.now(), span=f\"reduce backward {self._next}\")",
-        "run(span=f\"reduce backward {self._next}\")",
+        'run(self.streams.now(), span=f"reduce backward {self._next}")',
+        'run(span=f"reduce backward {self._next}")',
         _ROW_STAGE1,
     ),
     fault(
