@@ -154,7 +154,7 @@ def test_reports_are_written_and_compared(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.splitlines() == ["a/report.html", "compare.html", "new/c.html"]
     assert all("<svg" in (tmp_path / name).read_text() for name in ("a/report.html", "compare.html", "new/c.html"))
     assert "nowhere has no recipe.yaml" in refusal(capsys, "report", "nowhere")
-    assert "b: Is a directory" in refusal(capsys, "report", "a", "--out", "b")
+    assert "--out: b exists and is not an .html file" in refusal(capsys, "report", "a", "--out", "b")
 
 
 def test_half_an_outer_job_is_refused(capsys, places, monkeypatch):

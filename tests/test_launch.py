@@ -407,7 +407,7 @@ def test_threads_soon_wait_asleep_unless_the_user_said():
 def test_more_ranks_than_gpus_are_refused():
     launch.check_ranks(400, 0)
     launch.check_ranks(2, 2)
-    with pytest.raises(UserError, match=r"3 ranks .* 2 usable GPUs.*--nproc 2"):
+    with pytest.raises(UserError, match=r"3 ranks .* 2 usable GPUs.*at most 2 ranks"):
         launch.check_ranks(3, 2)
 
 

@@ -272,7 +272,7 @@ def write_file(path: Path, text: str) -> None:
     Raises:
         UserError: An HTML page would replace a file with another suffix.
     """
-    if text.startswith("<!doctype html>") and path.is_file() and path.suffix != ".html":
+    if text.startswith("<!doctype html>") and path.exists() and path.suffix != ".html":
         raise UserError(f"--out: {path} exists and is not an .html file; name another file")
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, text)
