@@ -42,20 +42,18 @@ from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.arena import Arena, arena_bytes
 from ftkit.engine.memory.tiers import Store, Tiers
 from ftkit.engine.model import ShardedModel
-from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.optimizer import ShardedOptimizer
-from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.hf.blocks import find_blocks
 from ftkit.hf.dtypes import own_dtype
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.kernels.head import attach_head_loss, only_loss
 from ftkit.hf.memory.fake import CudaAttentionBackward, batch, nothing_behind
 from ftkit.hf.sharding import shard_as
+from ftkit.hf.trainer.optimizers import SHARDED
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.plan import Plan
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.spec.tiers import DEVICE, HOST
-from ftkit.spec.update_rules import ADAMW, MOMENTUM
 from ftkit.train.planning import model_of, plan_recipe
 
 PASSES = 2
@@ -118,7 +116,7 @@ def build(plan: Plan, model: Any, device: torch.device, world_size: int) -> tupl
     comm = FakeCommunicator(device, world_size)
     units = shard_as(model, find_blocks(model), comm, plan.strategy, FakeTiers(device, plan.strategy), FakeLoops)
     rule = plan.shape.rule
-    optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=float(rule == MOMENTUM))
+    optimizer = SHARDED[rule.name](units, **rule.settings)
     optimizer.prepare()  # from the second step on, all state exists in every forward
     return units, optimizer
 
@@ -206,7 +204,7 @@ class FakeLoops(HostLoops):
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
-    adamw = sgd = add_ = _nothing
+    adamw = sgd = update = add_ = _nothing
 
     def square_sum(self, gradient: Tensor) -> float:
         return 1.0

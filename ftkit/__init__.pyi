@@ -4,9 +4,17 @@ from .engine.checkpoint.loading import load_checkpoint as load_checkpoint
 from .engine.checkpoint.saving import save_checkpoint as save_checkpoint
 from .engine.comm.communicator import Communicator as Communicator
 from .engine.model import ShardedModel as ShardedModel
+from .engine.optim.adagrad import ShardedAdagrad as ShardedAdagrad
 from .engine.optim.adamw import ShardedAdamW as ShardedAdamW
+from .engine.optim.ademamix import ShardedAdEMAMix as ShardedAdEMAMix
+from .engine.optim.lion import ShardedLion as ShardedLion
 from .engine.optim.loss_scale import LossScale as LossScale
+from .engine.optim.plain import AdEMAMix as AdEMAMix
+from .engine.optim.plain import Lion as Lion
+from .engine.optim.plain import StableAdamW as StableAdamW
+from .engine.optim.rmsprop import ShardedRMSprop as ShardedRMSprop
 from .engine.optim.sgd import ShardedSGD as ShardedSGD
+from .engine.optim.stable_adamw import ShardedStableAdamW as ShardedStableAdamW
 from .errors import UserError as UserError
 from .hf.load.model import load_model as load_model
 from .hf.load.model import load_weights as load_weights

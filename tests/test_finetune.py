@@ -277,7 +277,7 @@ def test_bf16_and_fp16(dtype, home, worlds):
 
 def test_sgd_with_momentum_keeps_its_state_and_takes_its_memory(home, worlds):
     (home / "sgd").mkdir()
-    sgd = {"name": "sgd", "momentum": 0.9, "lr": 0.05, "warmup_steps": 2}
+    sgd = {"name": "sgd", "args": {"momentum": 0.9}, "lr": 0.05, "warmup_steps": 2}
     summary = worlds[2].run(job, recipe(home, "sgd", optimizer=sgd))[0]
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     files = {path.name.split(".")[-2] for path in (home / "sgd" / "checkpoint-8" / "ftkit").glob("*.safetensors")}

@@ -12,6 +12,8 @@ _TARGETS: dict[str, str] = {
     "optimizer.warmup_steps": "warmup num_warmup_steps warmup_ratio lr_warmup_steps",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "optimizer.args": "optim_args momentum nesterov",
+    "optimizer.name": "optim optimizer_type optimizer_name",
     "optimizer.weight_decay": "wd decay",
     "optimizer.max_grad_norm": "gradient_clipping clip_grad clip_grad_norm grad_clip max_norm gradient_clip_val",
     "train.batch_tokens": "per_device_train_batch_size per_gpu_train_batch_size train_batch_size batch_size"

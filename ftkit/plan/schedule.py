@@ -331,7 +331,8 @@ class Steps:
         name = "outside" if number == OUTSIDE else str(number)
         numel = sum(group.state_numel for group in groups)
         weights, gradient = sum(group.updated for group in groups), sum(group.summed for group in groups)
-        state, traffic = self.shape.rule.state_bytes * numel, self.shape.rule.traffic_bytes * numel
+        rule = self.shape.rule
+        state, again, traffic = rule.state_bytes * numel, rule.reread_bytes * numel, rule.traffic_bytes * numel
         if self.strategy.state == DEVICE:
             return self.script.add(f"update {name}", "compute", {"hbm": traffic}, [norm])
         before: list[int | None] = [norm]
@@ -344,7 +345,7 @@ class Steps:
             before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
         if not stays:
             after = [norm, self.stored.get(number)]
-            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": state}, after))
+            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": state + again}, after))
         done = self.script.add(f"adam {name}", "host update", {"dram": traffic}, before)
         if not stays:
             self.stored[number] = self.script.add(f"write {name}", "nvme write", {"nvme_write": state}, [done])

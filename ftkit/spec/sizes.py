@@ -19,6 +19,9 @@ UPDATE_SLOTS: Final = 6
 CUDA_PIECE_NUMEL: Final = 1 << 24
 """Elements updated at a time on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
 
+REFERENCE_NUMEL: Final = CUDA_PIECE_NUMEL // 4
+"""Elements that PyTorch operations update at a time: up to four fp32 tensors of them take 64 MiB."""
+
 PIECE_NUMEL: Final = 1 << 20
 """Elements that a shard in a file is processed at a time."""
 

@@ -7,13 +7,15 @@ Trainer are for scripts with `from ftkit import Trainer`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, TaskType
 from transformers.integrations import get_available_reporting_integrations
 
 from ftkit.config.engine import EngineSettings
-from ftkit.config.recipe import Adapter, Recipe, split_batch
+from ftkit.config.recipe import Adapter, Optimizer, Recipe, split_batch
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
@@ -61,6 +63,21 @@ def checkpoints_kept(recipe: Recipe) -> int | None:
     return max(keep, 2) if keep and recipe.eval else keep
 
 
+def _rule_arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the Trainer's arguments for the update rule."""
+    arguments: dict[str, Any] = {"optim": _TRAINER_NAMES.get(optimizer.name, optimizer.name)}
+    own = dict(optimizer.args)
+    if optimizer.betas is not None:
+        arguments |= {"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1]}
+    if optimizer.eps is not None:
+        own["eps"] = optimizer.eps
+    return {**arguments, "optim_args": ",".join(f"{key}={value}" for key, value in own.items()) or None}
+
+
+_TRAINER_NAMES = {"adamw": "adamw_torch", "lion": "lion_32bit"}
+"""Names of rules in transformers where they differ."""
+
+
 def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
     """Return the Trainer's arguments. This also makes the process group of the ranks.
 
@@ -88,11 +105,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         neftune_noise_alpha=train.neftune_noise_alpha,
         label_smoothing_factor=train.label_smoothing,
         learning_rate=optimizer.lr,
-        optim="sgd" if optimizer.name == "sgd" else "adamw_torch",
-        optim_args=f"momentum={optimizer.momentum}" if optimizer.momentum else None,
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        adam_epsilon=optimizer.eps,
+        **_rule_arguments(optimizer),
         weight_decay=optimizer.weight_decay,
         warmup_steps=optimizer.warmup_steps,
         lr_scheduler_type=schedule,

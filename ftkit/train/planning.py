@@ -33,7 +33,6 @@ from ftkit.plan.plan import Asked, Plan
 from ftkit.plan.speed import Rates
 from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
-from ftkit.spec.update_rules import rule_of
 from ftkit.train.arguments import checkpoints_kept, compute_dtype, engine_settings, lora_config
 
 BYTES_PER_TOKEN = 4
@@ -114,7 +113,7 @@ def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, profile: H
         fresh=recipe.model.name is None,
         chunked_loss=_has_chunked_loss(recipe, model, DTYPES[dtype]),
         checkpoints=checkpoints_kept(recipe) or 1 if recipe.output.save_every_steps else None,
-        rule=rule_of(recipe.optimizer.name, momentum=recipe.optimizer.momentum),
+        rule=recipe.optimizer.rule,
     )
     forced = engine.micro_batch != AUTO or engine.accumulation != AUTO
     wanted = replace(engine, dtype=cast(Any, dtype), micro_batch=micro_batch if forced else AUTO, accumulation=AUTO)

@@ -26,7 +26,7 @@ FIXED = ("task", "model", "data", "adapter", "train.seed", "train.batch_tokens",
 FREE = ("data.cache_dir", "data.workers", "model.trust_remote_code")
 COMPARED = ("task", "model", "data", "adapter", "train", "optimizer")
 """Sections whose changes are refused or shown, except the keys of `FREE`."""
-FROM_CHECKPOINT = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
+FROM_CHECKPOINT = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.args", "optimizer.weight_decay")
 
 
 @dataclass(frozen=True)

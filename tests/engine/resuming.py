@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from ftkit.engine.checkpoint.loading import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
 from ftkit.engine.model import ShardedModel
-from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.hf.adapters import adapter_parameters
+from ftkit.hf.trainer.optimizers import SHARDED
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import Tier
 from tests.engine import families
@@ -68,14 +69,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Writing:
-    """A run that writes: `kind` is full or lora; meanwhile: training goes on while it is written."""
+    """A run that writes: `kind` is full or lora; meanwhile: training goes on while it is written; `rule`: of the update."""
 
     side: Side
     kind: str = "full"
     meanwhile: bool = False
+    rule: str = "adamw"
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.side}{'-meanwhile' * self.meanwhile}"
+        return f"{self.kind}-{self.side}{'-meanwhile' * self.meanwhile}{f'-{self.rule}' * (self.rule != 'adamw')}"
 
 
 @dataclass
@@ -104,7 +106,7 @@ def build(kind: str) -> nn.Module:
 
 
 @contextmanager
-def engine(side: Side, model: nn.Module) -> Iterator[tuple[ShardedModel, ShardedAdamW]]:
+def engine(side: Side, model: nn.Module, rule: str) -> Iterator[tuple[ShardedModel, ShardedOptimizer]]:
     """Shard a model over this world, with an optimizer of two groups."""
     adapters = adapter_parameters(model)
     units = shard_model(model, side.strategy, replicated=lambda name, _: name in adapters)
@@ -112,12 +114,12 @@ def engine(side: Side, model: nn.Module) -> Iterator[tuple[ShardedModel, Sharded
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2], "lr": 2e-3}]
     try:
-        yield units, ShardedAdamW(units, groups, lr=1e-3, betas=(0.9, 0.95))
+        yield units, SHARDED[rule](units, groups, lr=1e-3, betas=(0.9, 0.95))
     finally:
         units.tiers.close()
 
 
-def train(units: ShardedModel, optimizer: ShardedAdamW, step: int, log: Log) -> None:
+def train(units: ShardedModel, optimizer: ShardedOptimizer, step: int, log: Log) -> None:
     """Make one step."""
     rows, comm = families.batch("llama", step), units.comm
     loss = families.token_loss(units.model, split(rows, comm.world_size, comm.rank), families.label_tokens(rows))
@@ -130,7 +132,7 @@ def train(units: ShardedModel, optimizer: ShardedAdamW, step: int, log: Log) -> 
     log.losses.append(comm.sum(loss.detach().clone()).item())
 
 
-def whole_tensors(units: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+def whole_tensors(units: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """Return every whole tensor by "name/kind": masters and moments, and the weights of frozen flat parameters.
 
     A collective. The model's weights are compared with the masters.
@@ -152,7 +154,7 @@ def whole_tensors(units: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Ten
 def write(writing: Writing, folder: str) -> Log:
     """Train, save, and go on."""
     log, earlier = Log(), Log()
-    with engine(writing.side, build(writing.kind)) as (units, optimizer):
+    with engine(writing.side, build(writing.kind), writing.rule) as (units, optimizer):
         for step in range(BEFORE):
             train(units, optimizer, step, earlier)
         save = Saving if writing.meanwhile else save_checkpoint
@@ -167,14 +169,14 @@ def write(writing: Writing, folder: str) -> Log:
     return log
 
 
-def read(side: Side, kind: str, used: bool, frozen: bool, folder: str) -> Log:
+def read(side: Side, writing: Writing, used: bool, frozen: bool, folder: str) -> Log:
     """Begin with other weights, perhaps with a step of training, load, and go on."""
-    model, log = build(kind), Log()
+    model, log = build(writing.kind), Log()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad or frozen:
                 parameter.mul_(1.5)
-    with engine(side, model) as (units, optimizer):
+    with engine(side, model, writing.rule) as (units, optimizer):
         if used:
             train(units, optimizer, 90, Log())
         assert load_checkpoint(folder, units, optimizer, frozen=frozen) == {"cursor": BEFORE}

@@ -19,7 +19,6 @@ from ftkit.engine.kernels.host_loops import FlatKernels
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.loss_scale import LossScale
-from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.engine.shard import shard
 from ftkit.hf.kernels.flat import FLAT_KERNELS
@@ -101,7 +100,7 @@ def compare(
     plain = OneBlock()
     ours, theirs = OURS[kind](units, GROUPS[groups](model)), PLAIN[kind](GROUPS[groups](plain))
     if reference:
-        ours.updater.update_piece = partial(ShardedOptimizer.update_piece, ours)
+        ours.updater.update_piece = ours.reference_update
     world = units.comm.world_size
     for step, names in enumerate(turns):
         give(units, step, names)

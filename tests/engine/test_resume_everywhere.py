@@ -86,6 +86,11 @@ OTHER_TIERS = [  # where not one bit may change
         (4, 0, "full", "nvme", "device"),
     )
 ]
+OTHER_RULES = [
+    Row(Writing(Side(world, tier, 3), meanwhile=True, rule=rule), Side(other_world, other, 3, deferred=True))
+    for rule in ("ademamix", "stable_adamw")
+    for world, tier, other_world, other in ((1, "host", 2, "nvme"), (2, "nvme", 3, "device"), (3, "device", 1, "host"))
+]
 SLOW_ROWS = [
     row_of({**settings, "writer tier": writer, "reader tier": reader})
     for writer, reader in product(TIERS, TIERS)
@@ -131,7 +136,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def check(worlds: Worlds, written: Written, row: Row) -> None:
     folder, before = written(row.writing)
-    logs = worlds[row.side.world].run(read, row.side, row.writing.kind, row.used, row.frozen, str(folder))
+    logs = worlds[row.side.world].run(read, row.side, row.writing, row.used, row.frozen, str(folder))
     assert all((log.losses, log.norms) == (logs[0].losses, logs[0].norms) for log in logs)
     after, files = logs[0], on_disk(folder)
     for name, tensor in after.loaded.items():
@@ -150,7 +155,7 @@ def check(worlds: Worlds, written: Written, row: Row) -> None:
         assert differences(record_of(after), record_of(before)) == []
 
 
-@pytest.mark.parametrize("row", [slow_if_large(row) for row in ROWS + OTHER_TIERS])
+@pytest.mark.parametrize("row", [slow_if_large(row) for row in ROWS + OTHER_TIERS + OTHER_RULES])
 def test_every_pair_of_settings_goes_on(worlds: Worlds, written: Written, row: Row) -> None:
     check(worlds, written, row)
 

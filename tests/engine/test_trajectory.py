@@ -32,10 +32,12 @@ SETTINGS = {
 }
 SHARDED = {**SETTINGS, "world": (2, 3), "stage": (3,)}
 """Where all settings matter: what holds weights is only asked at stage 3, and on several ranks."""
-TENSOR_LIMIT = {"adamw": 1e-4, "sgd": 1e-5}
+OTHERS = ("adagrad", "rmsprop", "ademamix", "stable_adamw")
+TENSOR_LIMIT = {"sgd": 1e-5, **dict.fromkeys(("adamw", *OTHERS), 1e-4)}
 
 ADAMW_ROWS = [Row(**row) for row in pairwise(SETTINGS)]
 SGD_ROWS = [replace(row, optimizer="sgd") for row in ADAMW_ROWS[2::8]]
+OTHER_ROWS = [replace(row, optimizer=name) for row, name in zip(ADAMW_ROWS[1::5], OTHERS * 2)]
 
 SLOW_ROWS = [row for row in (Row(**row) for row in pairwise(SHARDED)) if row not in ADAMW_ROWS]
 SLOW_ROWS += [
@@ -45,7 +47,7 @@ SLOW_ROWS += [
 ]
 
 
-@pytest.mark.parametrize("row", ADAMW_ROWS + SGD_ROWS, ids=str)
+@pytest.mark.parametrize("row", ADAMW_ROWS + SGD_ROWS + OTHER_ROWS, ids=str)
 def test_every_pair_of_settings_trains_as_plain_pytorch(worlds, row):
     check(worlds, row, steps=QUICK_STEPS, tensor_limit=TENSOR_LIMIT[row.optimizer])
 

@@ -28,9 +28,14 @@ from ftkit.engine.memory import flat_file as flatfile
 from ftkit.engine.memory.tiers import FileStore, MemoryStore, Tiers
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim import updater as update
+from ftkit.engine.optim.adagrad import ShardedAdagrad
 from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.ademamix import ShardedAdEMAMix
 from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.engine.optim.plain import AdEMAMix, StableAdamW
+from ftkit.engine.optim.rmsprop import ShardedRMSprop
 from ftkit.engine.optim.sgd import ShardedSGD
+from ftkit.engine.optim.stable_adamw import ShardedStableAdamW
 from ftkit.engine.shard import shard
 from ftkit.hf.blocks import batch_rows
 from ftkit.spec.strategy import Strategy
@@ -154,10 +159,18 @@ def split(rows: dict[str, Tensor], parts: int, index: int) -> dict[str, Tensor]:
 PLAIN = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=2e-2, momentum=0.9, weight_decay=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=2e-3, weight_decay=0.01),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=2e-4, momentum=0.9, centered=True, eps=1e-4),
+    "ademamix": lambda groups: AdEMAMix(groups, lr=1e-3),
+    "stable_adamw": lambda groups: StableAdamW(groups, lr=2e-3),
 }
 OURS: dict[str, Callable[[ShardedModel, Iterable[Any]], ShardedOptimizer]] = {
     "adamw": lambda units, groups: ShardedAdamW(units, groups, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
     "sgd": lambda units, groups: ShardedSGD(units, groups, lr=2e-2, momentum=0.9, weight_decay=0.01),
+    "adagrad": lambda units, groups: ShardedAdagrad(units, groups, lr=2e-3, weight_decay=0.01),
+    "rmsprop": lambda units, groups: ShardedRMSprop(units, groups, lr=2e-4, momentum=0.9, centered=True, eps=1e-4),
+    "ademamix": lambda units, groups: ShardedAdEMAMix(units, groups, lr=1e-3),
+    "stable_adamw": lambda units, groups: ShardedStableAdamW(units, groups, lr=2e-3),
 }
 
 

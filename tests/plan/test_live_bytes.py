@@ -12,12 +12,11 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from ftkit.engine.optim.adamw import ShardedAdamW
-from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.hf.memory import shape as shapes
 from ftkit.hf.sharding import shard
+from ftkit.hf.trainer.optimizers import SHARDED
 from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes
-from ftkit.spec.update_rules import ADAMW, MOMENTUM, SGD
+from ftkit.spec.update_rules import ADAMW, ADEMAMIX, SGD
 
 SEQUENCE, VOCABULARY = 16, 1024
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "activation_offload": "device"}
@@ -50,7 +49,7 @@ def live(settings, tied, adapter, accumulation, parts, rule):
         accumulation_steps=accumulation * parts,
         rule=rule,
     )
-    optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=0.9 if rule == MOMENTUM else 0.0)
+    optimizer = SHARDED[rule.name](units, **rule.settings)
     assert optimizer.rule == rule
     for _ in range(accumulation):
         ids = torch.randint(0, VOCABULARY, (2 * parts, SEQUENCE))
@@ -131,7 +130,7 @@ def test_adapters(worlds, world, tmp_path):
         check(worlds[world], {**settings, "activation_offload": "device"}, adapter=True)
 
 
-@pytest.mark.parametrize("rule", [SGD, MOMENTUM], ids=["sgd", "momentum"])
+@pytest.mark.parametrize("rule", [SGD, SGD.of({"momentum": 0.9}), ADEMAMIX], ids=["sgd", "momentum", "ademamix"])
 def test_other_update_rules(worlds, rule, tmp_path):
     for tiers in ({}, {"gradients": "host", "state": "host"}, {"state": "nvme", "state_host_bytes": 0}):
         settings = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "dtype": "bf16", "update": "now"}

@@ -93,6 +93,7 @@ class HostLoops:
         lr: float,
         momentum: float,
         weight_decay: float,
+        nesterov: bool = False,
     ) -> None:
         """Make one step of SGD in place, and write the new weight. Arguments as in `adamw`, and:
 
@@ -100,11 +101,23 @@ class HostLoops:
             momentum_buffer: Moment (n,), fp32, updated, zeros before the first step. None for SGD without momentum.
             momentum: Multiplies the moment.
             weight_decay: Multiplies the weight, and is added to the gradient.
+            nesterov: Whether the step looks ahead by one more moment.
 
         Cost: 20 bytes of memory traffic per element with momentum and 16-bit gradient and weight, 12 without momentum.
-        Source: torch.optim.SGD, without dampening and Nesterov momentum.
+        Source: torch.optim.SGD, without dampening.
         """
-        self._each(self._loops.sgd, (master, gradient, momentum_buffer, weight), factor, -lr, momentum, weight_decay)
+        numbers = factor, -lr, momentum, weight_decay, float(nesterov)
+        self._each(self._loops.sgd, (master, gradient, momentum_buffer, weight), *numbers)
+
+    def update(self, loop: str, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> None:
+        """Make one step of another rule in place, and write the new weight.
+
+        Args:
+            loop: Name of the loop in `numba_loops`.
+            tensors: Its arrays (n,), in its order.
+            numbers: Its numbers.
+        """
+        self._each(getattr(self._loops, loop), tensors, *numbers)
 
     def square_sum(self, gradient: Tensor) -> float:
         """Return the sum of squares of `gradient` (n,) in float64. It is inf or nan if an element is.

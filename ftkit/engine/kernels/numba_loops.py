@@ -9,7 +9,8 @@ code.
 
 [Note: which bits]
     Every operation is IEEE fp32, rounded once, in the order of torch's fused AdamW or of torch's SGD, with fused
-    multiply-adds where torch's x86 build has them: whole vectors give the same bits as torch. Nothing is reassociated,
+    multiply-adds where torch's x86 build has them: whole vectors give the same bits as torch. The other rules have the
+    order of their references, and agree with them to a few units in the last place. Nothing is reassociated,
     and NaN and infinity are not assumed away. So the result does not depend on the number of threads, on a tensor's
     address, or on the CPU. A sum of squares has the same bits for any number of threads on one CPU.
 """
@@ -127,17 +128,108 @@ def adamw(master: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, weight: Any
 
 @_compiled()
 def sgd(master: Any, gradient: Any, buffer: Any, weight: Any, numbers: Any) -> None:
-    """Update arrays (n,); see `HostLoops.sgd`. `numbers`: factor, -lr, momentum, weight_decay, all fp32."""
-    factor, back, momentum, decay = numbers
+    """Update arrays (n,); see `HostLoops.sgd`. `numbers`: factor, -lr, momentum, weight_decay, nesterov, all fp32."""
+    factor, back, momentum, decay, nesterov = numbers
     for i in range(master.size):
         g = _widen(gradient[i]) * factor
         p = master[i]
         if decay != 0:
             g = _multiply_add(decay, p, g)
         if buffer is not None:
-            g = buffer[i] * momentum + g
-            buffer[i] = g
+            moved = buffer[i] * momentum + g
+            buffer[i] = moved
+            g = _multiply_add(momentum, moved, g) if nesterov != 0 else moved
         p = _multiply_add(back, g, p)
+        master[i] = p
+        if weight is not None:
+            weight[i] = _narrow(p, weight)
+
+
+@_compiled()
+def lion(master: Any, gradient: Any, exp_avg: Any, weight: Any, numbers: Any) -> None:
+    """Update arrays (n,); see `ShardedLion`.
+
+    Args:
+        numbers: factor, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr, all fp32.
+    """
+    factor, keep, beta1, fresh1, beta2, fresh2, rate = numbers
+    zero = np.float32(0)
+    for i in range(master.size):
+        g = _widen(gradient[i]) * factor
+        m = exp_avg[i]
+        c = _multiply_add(fresh1, g, m * beta1)
+        p = master[i] * keep
+        p = p - rate if c > zero else p + rate if c < zero else p
+        exp_avg[i] = _multiply_add(fresh2, g, m * beta2)
+        master[i] = p
+        if weight is not None:
+            weight[i] = _narrow(p, weight)
+
+
+@_compiled()
+def adagrad(master: Any, gradient: Any, total: Any, weight: Any, numbers: Any) -> None:
+    """Update arrays (n,); see `ShardedAdagrad`. `numbers`: factor, weight_decay, eps, decayed lr, all fp32."""
+    factor, decay, eps, rate = numbers
+    for i in range(master.size):
+        p = master[i]
+        g = _widen(gradient[i]) * factor
+        if decay != 0:
+            g = _multiply_add(decay, p, g)
+        s = _multiply_add(g, g, total[i])
+        p = p - rate * g / (math.sqrt(s) + eps)
+        total[i] = s
+        master[i] = p
+        if weight is not None:
+            weight[i] = _narrow(p, weight)
+
+
+@_compiled()
+def rmsprop(master: Any, gradient: Any, square: Any, buffer: Any, mean: Any, weight: Any, numbers: Any) -> None:
+    """Update arrays (n,); see `ShardedRMSprop`. Without momentum `buffer` is None, without centering `mean`.
+
+    Args:
+        numbers: factor, weight_decay, alpha, 1 - alpha, eps, momentum, lr, all fp32.
+    """
+    factor, decay, alpha, fresh, eps, momentum, rate = numbers
+    for i in range(master.size):
+        p = master[i]
+        g = _widen(gradient[i]) * factor
+        if decay != 0:
+            g = _multiply_add(decay, p, g)
+        v = _multiply_add(fresh * g, g, square[i] * alpha)
+        square[i] = v
+        if mean is not None:
+            m = _multiply_add(fresh, g - mean[i], mean[i])
+            mean[i] = m
+            v = _multiply_add(-m, m, v)
+        step = g / (math.sqrt(v) + eps)
+        if buffer is not None:
+            step = buffer[i] * momentum + step
+            buffer[i] = step
+        p = _multiply_add(-rate, step, p)
+        master[i] = p
+        if weight is not None:
+            weight[i] = _narrow(p, weight)
+
+
+@_compiled()
+def ademamix(master: Any, gradient: Any, fast: Any, slow: Any, square: Any, weight: Any, numbers: Any) -> None:
+    """Update arrays (n,); see `ShardedAdEMAMix`.
+
+    Args:
+        numbers: factor, 1 - lr * weight_decay, beta1, 1 - beta1, beta3, 1 - beta3, beta2, 1 - beta2, 1 - beta1^step,
+            sqrt(1 - beta2^step), eps, alpha, lr, all fp32.
+    """
+    factor, keep, beta1, fresh1, beta3, fresh3, beta2, fresh2, bias, root, eps, alpha, rate = numbers
+    for i in range(master.size):
+        g = _widen(gradient[i]) * factor
+        m1 = _multiply_add(fresh1, g, fast[i] * beta1)
+        m2 = _multiply_add(fresh3, g, slow[i] * beta3)
+        v = _multiply_add(fresh2 * g, g, square[i] * beta2)
+        p = master[i] * keep - rate * _multiply_add(alpha, m2, m1 / bias) / (math.sqrt(v) / root + eps)
+        fast[i] = m1
+        slow[i] = m2
+        square[i] = v
         master[i] = p
         if weight is not None:
             weight[i] = _narrow(p, weight)

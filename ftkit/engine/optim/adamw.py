@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.flat_step import Elements, Hyperparameters
-from ftkit.engine.optim.loss_scale import LossScale
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.spec.update_rules import ADAMW
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """AdamW over shards. Arguments as in `torch.optim.AdamW`; `units` and `params` as in `ShardedOptimizer`.
+    """AdamW over shards. Settings as in `torch.optim.AdamW`; `units` and `params` as in `ShardedOptimizer`.
 
     Source: Loshchilov and Hutter, arXiv:1711.05101.
     """
 
-    rule = ADAMW
-
-    def __init__(
-        self,
-        units: ShardedModel,
-        params: Iterable[Any] | None = None,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(units, params, defaults, loss_scale)
+    kind = ADAMW
 
     def update_piece(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
         """See `ShardedOptimizer.update_piece`."""
         if (loops := self.loops_for(at.master)) is None:
-            super().update_piece(at, group, step, factor)
+            self.reference_update(at, group, step, factor)
             return
         tensors = at.master, at.gradient, at.moments["exp_avg"], at.moments["exp_avg_sq"], at.weight
         loops.adamw(*tensors, factor=factor, step=step, **_numbers(group))
 
-    def update(self, at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
+    @staticmethod
+    def update(at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
         """See `ShardedOptimizer.update`."""
         adamw(
             [at.master],

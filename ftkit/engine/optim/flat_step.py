@@ -47,6 +47,7 @@ class FlatStep:
         flat: The flat parameter.
         state: Its optimizer state.
         gradient: Its gradient shard (S,).
+        groups: Hyper-parameters of each tensor. None leaves the tensor out.
         runs: The elements to update.
         factor: Factor on the gradient: clip over loss scale.
     """
@@ -54,6 +55,7 @@ class FlatStep:
     flat: FlatParameter
     state: FlatState
     gradient: Store
+    groups: list[Hyperparameters | None]
     runs: list[Run]
     factor: float
 
@@ -86,6 +88,12 @@ class Elements:
     gradient: Tensor
     weight: Tensor | None
     moments: dict[str, Tensor]
+
+    def part(self, start: int, stop: int) -> Elements:
+        """Return the elements [start, stop) of these."""
+        weight = None if self.weight is None else self.weight[start:stop]
+        moments = {name: moment[start:stop] for name, moment in self.moments.items()}
+        return Elements(self.master[start:stop], self.gradient[start:stop], weight, moments)
 
 
 def runs_of(flat: FlatParameter, groups: list[Hyperparameters | None], steps: list[int]) -> list[Run]:

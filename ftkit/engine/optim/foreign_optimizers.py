@@ -28,8 +28,8 @@ def refuse_foreign_optimizers(units: ShardedModel) -> None:
         if any(id(parameter) in own.places for group in optimizer.param_groups for parameter in group["params"]):
             raise UserError(
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} would train nothing: the gradients of a sharded "
-                "model are in shards. Use ftkit.ShardedAdamW(units) or ftkit.ShardedSGD(units), the optimizer that "
-                "ftkit.Accelerator.prepare() returned, or optim='adamw_torch' or 'sgd' in the Trainer"
+                "model are in shards. Use ftkit.ShardedAdamW(units) or another Sharded optimizer of ftkit, the one that "
+                "ftkit.Accelerator.prepare() returned, or optim='adamw_torch' in the Trainer"
             )
 
     weakref.finalize(units, register_optimizer_step_pre_hook(check).remove)

@@ -9,16 +9,16 @@
                     (updater.py) updates the shards now or under the next forward
 
 Parameter groups contain the model's own parameters, as in PyTorch. A tensor without a gradient on any rank is not updated,
-and its step count stays. A subclass (adamw.py, sgd.py) declares its `rule`, the PyTorch arithmetic in `update`, and an
-`update_piece` that uses a compiled host loop or a device kernel.
+and its step count stays. A subclass (adamw.py, sgd.py, ...) declares its `rule`, the PyTorch arithmetic in `update`, and the
+compiled loop of the host in `host_update`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from ftkit.engine.optim.flat_step import Elements, FlatState, FlatStep, Hyperpar
 from ftkit.engine.optim.loss_scale import LossScale
 from ftkit.engine.optim.updater import Updater
 from ftkit.errors import UserError
-from ftkit.spec.sizes import CUDA_PIECE_NUMEL
+from ftkit.spec.sizes import CUDA_PIECE_NUMEL, REFERENCE_NUMEL
 from ftkit.spec.update_rules import UpdateRule
 
 
@@ -43,23 +43,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         units: The sharded model.
         params: Parameters or groups of the sharded model, as for any torch optimizer. None takes all trainable ones.
-        defaults: Hyper-parameters of a group.
         loss_scale: None takes a dynamic one if any trained weights are fp16, else none.
+        settings: Settings of the rule, as `lr`; see `ftkit/spec/update_rules.py`.
 
     Raises:
         UserError: Nothing can be trained, or the parameters changed since the model was sharded.
+        ValueError: The rule has no such setting.
     """
 
-    rule: UpdateRule
+    kind: ClassVar[UpdateRule]
+    """The rule with its default settings. `rule` has those of this optimizer."""
 
     def __init__(
         self,
         units: ShardedModel,
-        params: Iterable[Any] | None,
-        defaults: dict[str, Any],
+        params: Iterable[Any] | None = None,
+        *,
         loss_scale: LossScale | None = None,
+        **settings: Any,
     ) -> None:
         _check_trainable(units)
+        self.rule = self.kind.of(settings)
         self.units = units
         self.host = units.host_loops(torch.get_num_threads())
         self.states: dict[str, FlatState] = {}  # of each trainable flat parameter, made at first use
@@ -71,9 +75,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._norm: float | None = None
         self._norm_of: list[int] = []  # `changes` of the gradients when the norm was computed
         self._clip = 1.0
-        self.hyper_parameters = frozenset(defaults)  # `take_groups` may add keys to the groups that no rule reads
+        self.hyper_parameters = frozenset(self.rule.settings)  # `take_groups` may add keys that no rule reads
         every = [parameter for flat in units.trainable for parameter in flat.parameters]
-        super().__init__(every if params is None else params, defaults)
+        super().__init__(every if params is None else params, dict(self.rule.settings))
         self.updater = Updater(units.tiers, self.update_piece)
 
     # --- groups
@@ -267,8 +271,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.step_was_skipped:
             noted = self.plain_groups()  # schedulers change the groups right after a step
             steps = [self._flat_step(gradient, noted, factor) for gradient in self.units.gradients]
+            due = self.prepare_steps([step for step in steps if step is not None])
             self.units.comm.await_readers()
-            self.updater.submit([step for step in steps if step is not None], self.units.saving)
+            self.updater.submit(due, self.units.saving)
             self.units.updated()
         self._norm = None
 
@@ -282,10 +287,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not any(due) or store is None:
             return None
         state.steps = [count + (group is not None) for count, group in zip(state.steps, due)]
-        return FlatStep(flat, state, store, runs_of(flat, due, state.steps), factor)
+        return FlatStep(flat, state, store, due, runs_of(flat, due, state.steps), factor)
+
+    def prepare_steps(self, steps: Sequence[FlatStep]) -> Sequence[FlatStep]:
+        """Return the steps to make. A rule that needs sums over whole tensors replaces them. A collective."""
+        return steps
 
     def update_piece(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
-        """Update elements in place.
+        """Update elements in place: with the compiled loop on the host, elsewhere with the reference.
 
         Args:
             at: The elements.
@@ -293,11 +302,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             step: 1 at a tensor's first update.
             factor: Factor on the gradient: clip over loss scale.
         """
-        self.update(at, at.gradient.float() * factor, group, step)
-        if at.weight is not None:
-            at.weight.copy_(at.master)
+        if at.master.device.type == "cpu":
+            self.host_update(at, group, step, factor)
+        else:
+            self.reference_update(at, group, step, factor)
 
-    def update(self, at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
+    def reference_update(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
+        """Update with PyTorch operations, some elements at a time: they make several fp32 tensors of that size."""
+        for start in range(0, at.master.numel(), REFERENCE_NUMEL):
+            part = at.part(start, start + REFERENCE_NUMEL)
+            self.update(part, part.gradient.float() * factor, group, step)
+            if part.weight is not None:
+                part.weight.copy_(part.master)
+
+    def host_update(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
+        """Update with the compiled loop of the host. Arguments as in `update_piece`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def update(at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
         """Update master weights and moments in place with PyTorch operations: the reference of loops and kernels.
 
         Arguments as in `update_piece`; `gradient` (n,) fp32 is unscaled and clipped, and replaces `at.gradient`.

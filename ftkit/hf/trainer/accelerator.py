@@ -1,7 +1,7 @@
 """`ftkit.Accelerator`: accelerate's class with the methods overridden that touch weights, gradients or state.
 
 Data loaders, schedulers, metrics and trackers are accelerate's. An optimizer that was made from the model's parameters is
-replaced by the sharded optimizer with the same group objects, so that schedulers made earlier still drive it.
+replaced by its sharded form (optimizers.py).
 
 `save_state` writes a subfolder `accelerator_state`: a checkpoint of each prepared model, a small file for schedulers,
 registered objects and random states, and a list of the files outside the checkpoints with checksums. It replaces the one
@@ -29,65 +29,21 @@ from ftkit.engine.checkpoint.loading import load_checkpoint
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents, write_contents
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.optimizer import ShardedOptimizer
-from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.engine.shard import refuse_failed
 from ftkit.errors import UserError
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import shard, units_of
 from ftkit.hf.trainer.checkpoints import read_plain
+from ftkit.hf.trainer.optimizers import rule_for, sharded_optimizer
 from ftkit.hf.trainer.seeding import random_state, set_random_state
 from ftkit.plan.plan import Plan
 from ftkit.spec.strategy import AUTO, UNIT
-from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
+from ftkit.spec.update_rules import ADAMW, UpdateRule
 
 STATE, WRITING, FORMER = "accelerator_state", ".accelerator_state.writing", ".accelerator_state.former"
 SMALL = "small.pt"
 """File of a state with everything but the models and their optimizers."""
-UNSUPPORTED = {
-    torch.optim.AdamW: ("amsgrad", "maximize", "capturable"),
-    torch.optim.SGD: ("nesterov", "maximize", "dampening"),
-}
-"""Optimizers that have a sharded form, each with the settings that it lacks."""
-
-
-def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedTransformer) -> ShardedOptimizer:
-    """Return the sharded form of a torch optimizer that has not stepped.
-
-    Args:
-        optimizer: AdamW or SGD over the model's parameters. Its `param_groups` are shared, so schedulers drive both.
-        units: The sharded model.
-
-    Raises:
-        UserError: The class or a setting has no sharded form, or a parameter does not belong to the model.
-    """
-    if isinstance(optimizer, ShardedOptimizer):
-        return optimizer
-    if type(optimizer) not in UNSUPPORTED:
-        raise UserError(
-            f"optimizer {type(optimizer).__name__} has no sharded form: use AdamW (optim=adamw_torch) or SGD (optim=sgd)"
-        )
-    if optimizer.state:
-        raise UserError(f"this {type(optimizer).__name__} has stepped already; its state is not taken over: give a new one")
-    for key in UNSUPPORTED[type(optimizer)]:
-        if any(group.get(key) for group in optimizer.param_groups):
-            raise UserError(f"{type(optimizer).__name__}: {key} has no sharded form; leave it off")
-    made: ShardedOptimizer = ShardedAdamW(units)
-    if type(optimizer) is torch.optim.SGD:
-        made = ShardedSGD(units, momentum=max(group["momentum"] for group in optimizer.param_groups))
-    made.take_groups(optimizer.param_groups)
-    made.defaults = {**made.defaults, **optimizer.defaults}  # schedules read them: polynomial, OneCycleLR
-    # A scheduler that was made for the original asks it whether a step was made.
-    made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
-    return made
-
-
-def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """Return the update rule of an optimizer's sharded form; AdamW's for an optimizer without one."""
-    if type(optimizer) is not torch.optim.SGD:
-        return ADAMW
-    return rule_of("sgd", momentum=max(group["momentum"] for group in optimizer.param_groups))
 
 
 class PreparedOptimizer(AcceleratedOptimizer):

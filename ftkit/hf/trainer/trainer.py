@@ -33,14 +33,15 @@ from ftkit.hf.kernels.head import only_loss
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import units_of
-from ftkit.hf.trainer.accelerator import Accelerator, rule_for, sharded_optimizer
+from ftkit.hf.trainer.accelerator import Accelerator
 from ftkit.hf.trainer.arguments import BUILDING, TrainingArguments, check_arguments, sequence_tokens
 from ftkit.hf.trainer.checkpoints import RunCheckpoints, is_ours
 from ftkit.hf.trainer.loss import LossOfRanks, check_even
+from ftkit.hf.trainer.optimizers import optimizer_by_name, rule_for, rule_of_class, sharded_optimizer
 from ftkit.hf.trainer.seeding import STEPS, SeededCollator, seed_collator, seeded
 from ftkit.plan.plan import Plan
 from ftkit.spec.strategy import AUTO, STEP, UNIT
-from ftkit.spec.update_rules import UpdateRule, rule_of
+from ftkit.spec.update_rules import UpdateRule
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +196,15 @@ class TrainerMixin(_Beside):
         """Return the update rule of the optimizer that the Trainer will make, or was given."""
         if self.optimizer is not None:
             return rule_for(self.optimizer)
-        kind, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
-        return rule_of("sgd", momentum=kwargs.get("momentum", 0.0)) if kind is torch.optim.SGD else rule_of("adamw")
+        kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args)
+        return rule_of_class(kind, [settings])
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """Return the optimizer that `optim=` names: one that has a sharded form. Without the engine, the Trainer's own."""
+        if getattr(args, "ftkit", None) is None:
+            return transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return optimizer_by_name(args)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch as the Trainer does. Number its batches after a resume; stop a run that had made all its steps."""
