@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.meter import Meter
-from ftkit.config.recipe import load, packaged
+from ftkit.config.recipe import load
+from ftkit.config.recipe_files import packaged
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.kernels.host_loops import HostLoops

@@ -26,6 +26,8 @@ HEAD = """\
 A key that is not here is refused, with the nearest one that is. Only `model`, `data` and `output.dir` are required.
 [Recipes](recipes.md) describes the format. `ftkit finetune recipe.yaml --dry-run` prints every value of a run.
 """
+EXTENDS = "| `extends` | text | none | file or packaged recipe whose keys this file changes; not in --set |"
+"""The key that is resolved before the classes check a recipe."""
 WORDS = {"string": "text", "boolean": "true or false", "object": "mapping", "integer": "whole number", "number": "number"}
 CONSTRAINTS = {"exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum"}
 SHORT = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum"}
@@ -55,6 +57,8 @@ def _sections(section: type, prefix: str) -> Iterator[str]:
     yield f"## `{prefix.rstrip('.')}`\n" if prefix else "## At the top\n"
     yield f"{(section.__doc__ or '').strip().splitlines()[0]}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
+    if not prefix:
+        yield EXTENDS
     for name, field in keys_of(section).items():
         if name in within:
             doc = (within[name].__doc__ or "").strip().splitlines()[0]

@@ -49,6 +49,7 @@ from transformers import AutoTokenizer
 
 from ftkit.cli import app as cli
 from ftkit.config import recipe
+from ftkit.config.recipe_files import packaged
 from ftkit.data.formats import detect, read_row
 from ftkit.plan.catalog import find_hardware
 from tests.worlds import PATIENCE
@@ -302,7 +303,7 @@ def _check_rows(block: Block) -> None:
 
 
 def _bundled_recipe() -> str:
-    return recipe.find("tiny-cpu").read_text(encoding="utf-8")
+    return packaged()["tiny-cpu"].read_text(encoding="utf-8")
 
 
 # --- running

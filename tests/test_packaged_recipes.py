@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from benchmarks.recipes import GPTS, INDEX, TINY, entries, index_text
 from ftkit.cli.recipes import index
-from ftkit.config.recipe import packaged, parse
+from ftkit.config.recipe import parse
+from ftkit.config.recipe_files import packaged, resolve
 from ftkit.plan.catalog import architectures, find_hardware
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.train.planning import plan_recipe
@@ -89,7 +89,7 @@ ONE_OF_A_KIND = {BOXES.sub("", name): name for name in reversed(FITTING)}
 
 @pytest.mark.parametrize("name", [each for each in NAMES if _name(each) in ONE_OF_A_KIND.values()])
 def test_a_recipe_trains_a_narrow_copy_of_its_model(name: str, worlds: Any, tmp_path: Path) -> None:
-    facts = yaml.safe_load(packaged()[name].read_text(encoding="utf-8"))
+    facts = resolve(packaged()[name].read_text(encoding="utf-8"), name, packaged()[name]).values
     rows = [{"prompt": f"{n} + 1?", "completion": str(n + 1)} for n in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     entry = ALL[name]

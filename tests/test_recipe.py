@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from ftkit.config import recipe
-from ftkit.config.recipe import RecipeError, load, packaged, parse, split_batch
+from ftkit.config.recipe import RecipeError, load, parse, split_batch
+from ftkit.config.recipe_files import packaged
 from ftkit.errors import UserError
 from ftkit.output.run_folder import RunFolder
 from ftkit.spec.strategy import OPEN

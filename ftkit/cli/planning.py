@@ -28,7 +28,8 @@ from ftkit.cli.options import (
     screen,
     start_ranks,
 )
-from ftkit.config.recipe import load, packaged
+from ftkit.config.recipe import load
+from ftkit.config.recipe_files import packaged
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
 from ftkit.output.run_folder import write_file

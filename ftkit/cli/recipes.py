@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 from ftkit.cli.options import Json, RecipeName, echo_json
-from ftkit.config.recipe import find, packaged
+from ftkit.config.errors import RecipeError
+from ftkit.config.recipe import Recipe
+from ftkit.config.recipe_files import EXTENDS, packaged, read_file, resolve
 from ftkit.errors import UserError
 from ftkit.output.run_folder import write_file
 
@@ -54,8 +57,17 @@ def list_recipes(as_json: Json = False) -> None:
 
 
 def show_recipe(recipe: RecipeName) -> None:
-    """Print the text of a recipe."""
-    typer.echo(find(recipe).read_text(encoding="utf-8"), nl=False)
+    """Print the text of a recipe, or the resolved recipe if it extends another."""
+    path, text = read_file(recipe)
+    document = resolve(text, recipe, path)
+    if document.problems and (EXTENDS,) in document.places:
+        raise RecipeError(document.problems)
+    if document.bases:
+        keys = [key for key in dict.fromkeys((*Recipe.model_fields, *document.values)) if key in document.values]
+        merged = {key: document.values[key] for key in keys}
+        text = f"# {' extends '.join([recipe, *document.bases])}\n"
+        text += yaml.safe_dump(merged, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+    typer.echo(text, nl=False)
 
 
 def copy_recipe(
@@ -63,10 +75,12 @@ def copy_recipe(
     target: Annotated[Path | None, typer.Argument(help="File or folder. Default: the current folder.")] = None,
 ) -> None:
     """Copy a packaged recipe, to edit it."""
-    source = find(recipe)
+    source, text = read_file(recipe)
     path = target or Path(source.name)
     path = path / source.name if path.is_dir() else path
     if path.exists():
         raise UserError(f"{path} exists already; name another file, or delete it")
-    write_file(path, source.read_text(encoding="utf-8"))
+    if lost := [problem for problem in resolve(text, str(path)).problems if problem.key == EXTENDS]:
+        raise RecipeError(lost)
+    write_file(path, text)
     typer.echo(str(path))

@@ -20,7 +20,7 @@ from ftkit.errors import UserError
 
 
 class RecipeError(UserError):
-    """All problems of a recipe, in the order of the file."""
+    """All problems of a recipe, in the order of the files."""
 
     def __init__(self, problems: list[Problem]):
         super().__init__(problems)
@@ -32,7 +32,7 @@ class RecipeError(UserError):
 
 
 def problems(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Problem]:
-    """Return pydantic's errors in a document of class `root` as problems, in the order of the file."""
+    """Return pydantic's errors in a document of class `root` as problems, in the order of the files."""
     grouped: dict[KeyPath, list[Any]] = {}
     for found in error.errors(include_url=False):
         path = _written_path(found["loc"] or _first_named(found), document.values)
@@ -55,9 +55,9 @@ def section_of(field: FieldInfo) -> type | None:
     return None
 
 
-def _order(problem: Problem) -> tuple[bool, int]:
-    line = problem.place.rsplit(":", 1)[-1]
-    return (problem.place.startswith("--set"), int(line) if line.isdecimal() else 0)
+def _order(problem: Problem) -> tuple[bool, str, int]:
+    file, _, line = problem.place.rpartition(":")
+    return (True, "", 0) if problem.place.startswith("--set") else (False, file, int(line))
 
 
 def _first_named(found: Any) -> tuple[str, ...]:
@@ -113,5 +113,6 @@ def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
         if isinstance(part, str):  # not the index of a section in a list
             here = keys_of(section_of(here[part]) or root)
     elsewhere = {inner_key: f"{name}.{inner_key}" for name, keys in sections.items() for inner_key in keys}
+    elsewhere["extends"] = "extends"
     hint = did_you_mean(key, {**elsewhere, **{name: name for name in here}})
     return f"unknown key{hint or '; known here: ' + ', '.join(here)}"

@@ -67,5 +67,6 @@ _LAUNCHER = "ftkit starts its ranks itself, and joins those of torchrun or Slurm
 REFUSED = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bits", "qlora"), _QUANTISED),
     **dict.fromkeys(("launcher", "deepspeed", "fsdp"), _LAUNCHER),
+    "extends": "is a key at the top of a recipe's file; write it there, not in a section and not in --set",
 }
-"""Keys of other tools that a recipe has no key for, and the message."""
+"""Keys that are refused where they stand, most of other tools, and the message."""

@@ -8,9 +8,6 @@ problems of a recipe are reported at once, with file, line and key. This module 
 from __future__ import annotations
 
 import math
-import os
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -18,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ftkit.config.engine import Memory
 from ftkit.config.errors import RecipeError, problems
+from ftkit.config.recipe_files import read_file, resolve
 from ftkit.config.values import (
     Count,
     CountOrZero,
@@ -35,8 +33,8 @@ from ftkit.config.values import (
     Texts,
     as_list,
 )
-from ftkit.config.wording import brief, counted, did_you_mean
-from ftkit.config.yaml_lines import Problem, override, read
+from ftkit.config.wording import brief, counted
+from ftkit.config.yaml_lines import Document, override
 from ftkit.errors import UserError
 from ftkit.spec.strategy import AUTO, OPEN, Strategy
 from ftkit.spec.update_rules import NAMES, REFUSED, RULES, UpdateRule
@@ -307,25 +305,6 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def packaged() -> dict[str, Path]:
-    """Return the packaged recipes: name to file, sorted."""
-    folder = Path(str(resources.files("ftkit.recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def find(path_or_name: str) -> Path:
-    """Return the file of a recipe given by path or packaged name, or raise RecipeError."""
-    path, known = Path(os.path.expanduser(path_or_name)), packaged()
-    name = path_or_name.removesuffix(".yaml")
-    if path.is_file():
-        return path
-    if name in known:
-        return known[name]
-    hint = did_you_mean(name, list(known))
-    message = f"no such file, and no packaged recipe of that name{hint}; `ftkit recipes list` shows them"
-    raise RecipeError([Problem(path_or_name, "", message)])
-
-
 def load(path_or_name: str, overrides: list[str] | None = None, *, check_files: bool = True) -> Recipe:
     """Read and check a recipe.
 
@@ -337,16 +316,16 @@ def load(path_or_name: str, overrides: list[str] | None = None, *, check_files: 
     Raises:
         RecipeError: With all problems at once.
     """
-    try:
-        text = find(path_or_name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError([Problem(path_or_name, "", f"not readable: {error}")]) from None
-    return parse(text, path_or_name, overrides, check_files=check_files)
+    path, text = read_file(path_or_name)
+    return _checked(resolve(text, path_or_name, path), overrides, check_files=check_files)
 
 
 def parse(text: str, source: str, overrides: list[str] | None = None, *, check_files: bool = True) -> Recipe:
-    """Check the text of a recipe, as `load` does. `source` is the name of the file."""
-    document = read(text, source)
+    """Check the text of a recipe, as `load` does. `source` is the name of the file; `extends` is relative to its folder."""
+    return _checked(resolve(text, source), overrides, check_files=check_files)
+
+
+def _checked(document: Document, overrides: list[str] | None, *, check_files: bool) -> Recipe:
     for assignment in overrides or []:
         override(document, assignment)
     found = list(document.problems)

@@ -1,4 +1,4 @@
-"""YAML that remembers the line of every key, and `key.sub=value` set over it.
+"""YAML that remembers the line of every key, one document over another, and `key.sub=value` set over it.
 
 The values are those of `yaml.safe_load`, with two differences. `2e-5`, text in YAML 1.1, is a number. A key given twice is
 refused: YAML would silently keep the last one. The `places` of a document have the `file:line` of each key, or the `--set`
@@ -38,7 +38,9 @@ class Document:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    readable: bool = True  # if not, `values` is empty
+    readable: bool = True  # if not, `values` is empty or lacks the base
+    emptied: list[str] = field(default_factory=list)  # keys at the top without a value, which are not in `values`
+    bases: list[str] = field(default_factory=list)  # sources of the documents below this one, the nearest first
 
     def place(self, path: KeyPath) -> str:
         """Return the place of a key, or of the nearest section around it that the user wrote."""
@@ -74,6 +76,7 @@ def read(text: str, source: str) -> Document:
         if not isinstance(values, dict):
             raise ValueError(f"found {brief(values)}, needs sections such as `model:`")
         document.values = {key: value for key, value in values.items() if value is not None}  # `eval:` without keys
+        document.emptied = [key for key, value in values.items() if value is None]
         _note(yaml.compose(text, _Loader), (), document)
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for a date such as 2024-13-01
         line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
@@ -81,6 +84,38 @@ def read(text: str, source: str) -> Document:
         document.problems.append(Problem(f"{source}:{line}", "", message))
         document.readable = False
     return document
+
+
+def lay_over(document: Document, base: Document) -> Document:
+    """Return the keys of a document over those of its base.
+
+    Mappings are merged key by key. Every other value replaces that of the base, and null takes the key of the base away.
+    """
+    places = dict(base.places)
+    values = _merged(base.values, {**dict.fromkeys(document.emptied), **document.values}, (), places)
+    return Document(
+        document.source,
+        values,
+        places | document.places,
+        [*document.problems, *base.problems],
+        document.readable and base.readable,
+        bases=[base.source, *base.bases],
+    )
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any], path: KeyPath, places: dict[KeyPath, str]) -> dict[str, Any]:
+    """Merge two mappings at a path, and forget the places of the base's values that are replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        below, former = (*path, key), base.get(key)
+        if isinstance(value, dict) and isinstance(former, dict):
+            merged[key] = _merged(former, value, below, places)
+            continue
+        _forget(places, below)
+        merged[key] = value
+        if value is None:
+            del merged[key]
+    return merged
 
 
 def override(document: Document, assignment: str) -> None:
@@ -101,8 +136,14 @@ def override(document: Document, assignment: str) -> None:
         document.problems.append(Problem(place, "", _reason(error)))
     except (LookupError, TypeError):
         document.problems.append(Problem(place, "", "found no section with that key, and no list with that index"))
-    document.places = {known: said for known, said in document.places.items() if known[: len(path)] != path}
+    _forget(document.places, path)
     document.places[path] = place
+
+
+def _forget(places: dict[KeyPath, str], path: KeyPath) -> None:
+    """Remove the places of a key and of all keys below it."""
+    for known in [known for known in places if known[: len(path)] == path]:
+        del places[known]
 
 
 def _section_of(path: KeyPath, values: Any) -> Any:

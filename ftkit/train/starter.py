@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from ftkit.config.recipe import Data, Recipe, packaged, parse
+from ftkit.config.recipe import Data, Recipe, parse
+from ftkit.config.recipe_files import packaged
 from ftkit.config.values import expand, looks_like_a_path
 from ftkit.config.wording import counted
 from ftkit.data.sources import SUFFIXES

@@ -74,8 +74,8 @@ FAULTS = (
     fault(
         "an override keeps the lines of the section that it replaces",
         "ftkit/config/yaml_lines.py",
-        "if known[: len(path)] != path}",
-        "if known != path}",
+        "if known[: len(path)] == path]",
+        "if known == path]",
         "tests/test_recipe.py::test_an_override_of_a_section_is_the_place_of_its_keys",
     ),
 )
