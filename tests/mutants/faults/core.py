@@ -8,6 +8,7 @@ from tests.mutants.fault import fault as _fault
 _COMM = "tests/engine/test_comm.py::"
 _LAYOUT = "tests/engine/test_layout.py::"
 _OPTIMIZER = "tests/engine/test_optimizer.py::"
+_RULES = "tests/engine/test_update_rules.py::"
 _USES = "tests/engine/test_uses.py::"
 _PRECISION = "tests/engine/test_precision.py::"
 _CHECKPOINT = "tests/engine/test_checkpoint.py::"
@@ -297,9 +298,58 @@ FAULTS = (
     _fault(
         "SGD on the host takes its momentum before it is decayed",
         "ftkit/engine/kernels/numba_loops.py",
-        "            g = buffer[i] * momentum + g\n",
-        "            g = buffer[i] + g\n",
+        "            moved = buffer[i] * momentum + g\n",
+        "            moved = buffer[i] + g\n",
         "tests/engine/test_host_loops.py::test_twenty_steps_of_sgd_are_torchs",
+    ),
+    _fault(
+        "Nesterov momentum: the step does not look ahead",
+        "ftkit/engine/kernels/numba_loops.py",
+        "_multiply_add(momentum, moved, g) if nesterov != 0 else moved",
+        "moved",
+        _RULES + "test_a_rule_is_its_formula",
+    ),
+    _fault(
+        "Lion: the moment decays as the direction does",
+        "ftkit/engine/kernels/numba_loops.py",
+        "        exp_avg[i] = _multiply_add(fresh2, g, m * beta2)\n",
+        "        exp_avg[i] = c\n",
+        _RULES + "test_a_rule_is_its_formula",
+    ),
+    _fault(
+        "AdEMAMix: the slow average has its last decay from the start",
+        "ftkit/engine/optim/ademamix.py",
+        '    if group["t_beta3"]:\n',
+        "    if False:\n",
+        _RULES + "test_a_rule_is_its_formula",
+    ),
+    _fault(
+        "RMSprop: the reference does not subtract the square of the mean",
+        "ftkit/engine/optim/rmsprop.py",
+        "            variance = variance.addcmul(mean, mean, value=-1)\n",
+        "",
+        _RULES + "test_so_is_the_reference_that_a_gpu_uses",
+    ),
+    _fault(
+        "StableAdamW: whole copies count in the sum of every rank",
+        "ftkit/engine/optim/stable_adamw.py",
+        "        sums /= flat.comm.world_size\n",
+        "        pass\n",
+        _RULES + "test_a_rule_is_its_formula_on_every_tier",
+    ),
+    _fault(
+        "StableAdamW: a rank takes the mean over its own part of a tensor",
+        "ftkit/engine/optim/stable_adamw.py",
+        'self.units.comm.totals(sums.to(self.units.comm.device), "the sums of StableAdamW")',
+        "sums.tolist()",
+        _RULES + "test_a_rule_is_its_formula",
+    ),
+    _fault(
+        "the Trainer's settings of an optimizer are dropped",
+        "ftkit/hf/trainer/optimizers.py",
+        "            settings[key] = _like(rule.settings[key], key, text)\n",
+        "            pass\n",
+        "tests/hf/test_optim_names.py::test_a_name_trains_as_its_reference",
     ),
     _fault(
         "deferred update: the learning rate is read late",

@@ -38,7 +38,7 @@ FAULTS = (
     ),
     fault(
         "schedules see the engine's own learning rate",
-        "ftkit/hf/trainer/accelerator.py",
+        "ftkit/hf/trainer/optimizers.py",
         "    made.defaults = {**made.defaults, **optimizer.defaults}",
         "    pass",
         "tests/hf/test_schedules.py::test_an_exchanged_optimizer_keeps_the_users_defaults",
