@@ -275,14 +275,24 @@ def test_bf16_and_fp16(dtype, home, worlds):
     assert (scales == {None}) == (dtype == "bf16")
 
 
-def test_sgd_with_momentum_keeps_its_state_and_takes_its_memory(home, worlds):
-    (home / "sgd").mkdir()
-    sgd = {"name": "sgd", "args": {"momentum": 0.9}, "lr": 0.05, "warmup_steps": 2}
-    summary = worlds[2].run(job, recipe(home, "sgd", optimizer=sgd))[0]
+@pytest.mark.parametrize(
+    ("chosen", "moments"),
+    [
+        ({"name": "sgd", "args": {"momentum": 0.9, "nesterov": True}, "lr": 0.05}, {"momentum_buffer"}),
+        ({"name": "ademamix", "args": {"t_alpha": 8, "alpha": 2.0}, "lr": 5e-4}, {"exp_avg", "exp_avg_slow", "exp_avg_sq"}),
+        ({"name": "adagrad", "eps": 1e-9, "lr": 1e-2}, {"sum"}),
+    ],
+)
+def test_an_optimizer_by_name_keeps_its_state(chosen, moments, home, worlds):
+    name = chosen["name"]
+    (home / name).mkdir()
+    summary = worlds[2].run(job, recipe(home, name, optimizer={**chosen, "warmup_steps": 2}))[0]
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
-    files = {path.name.split(".")[-2] for path in (home / "sgd" / "checkpoint-8" / "ftkit").glob("*.safetensors")}
-    assert "momentum_buffer" in files
-    assert not files & {"exp_avg", "exp_avg_sq"}
+    files = {path.name.split(".")[-2] for path in (home / name / "checkpoint-8" / "ftkit").glob("*.safetensors")}
+    assert files - {"weights", "master", "buffers"} == moments
+    manifest = json.loads((home / name / "checkpoint-8" / "ftkit" / "manifest.json").read_text())
+    group = manifest["optimizer"]["groups"][0]
+    assert {key: group[key] for key in chosen.get("args", {})} == chosen.get("args", {})
 
 
 def test_fp16_of_a_model_that_overflows(home, worlds):

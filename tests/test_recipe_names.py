@@ -5,6 +5,7 @@ import pytest
 from ftkit.config.errors import keys_of, section_of
 from ftkit.config.foreign_keys import PEERS
 from ftkit.config.recipe import Recipe, RecipeError, parse
+from ftkit.spec.update_rules import RULES
 
 FACTS = """\
 model: {name: some/model}
@@ -67,3 +68,50 @@ def test_split_and_format_belong_to_each_source(key, value):
 def test_an_encoder_and_decoder_learns_its_answers_alone():
     problem = "data.loss_on: is all and task: seq2seq trains on answers only"
     assert problem in told("task=seq2seq", "data.loss_on=all")
+
+
+def optimizer(text: str):
+    return parse(FACTS + f"optimizer: {text}\n", "r.yaml").optimizer
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "betas", "eps"),
+    [
+        ("{}", "adamw", (0.9, 0.95), 1e-8),
+        ("{name: paged_adamw_32bit, betas: [0.8, 0.9]}", "adamw", (0.8, 0.9), 1e-8),
+        ("{name: lion_32bit}", "lion", (0.9, 0.99), None),
+        ("{name: sgd, args: {momentum: 0.9, nesterov: true}}", "sgd", None, None),
+        ("{name: adagrad}", "adagrad", None, 1e-10),
+    ],
+)
+def test_an_optimizer_by_name_has_the_settings_of_its_rule(text, rule, betas, eps):
+    found = optimizer(text)
+    assert (found.name, found.betas, found.eps) == (rule, betas, eps)
+    assert found.rule.name == rule
+    assert found.rule.moments == RULES[rule].of(found.args).moments
+
+
+def test_a_dumped_optimizer_reads_back():
+    text = FACTS + "optimizer: {name: rmsprop, args: {centered: true}, eps: 1e-6}\n"
+    read = parse(text, "r.yaml")
+    assert parse(read.dump(), "dumped.yaml").optimizer == read.optimizer
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{name: adafactor}", "optimizer.name: found adafactor: it needs the means of rows and columns.*use adamw"),
+        ("{name: adamw_8bit}", "optimizer.name: found adamw_8bit: its 8-bit state is not supported yet; use adamw"),
+        ("{name: adam}", r"optimizer.name: found 'adam', needs .* \(did you mean 'adamw'\?\)"),
+        ("{name: sgd, betas: [0.9, 0.99]}", "optimizer: betas is not a setting of sgd; remove it"),
+        ("{name: lion, eps: 1e-8}", "optimizer: eps is not a setting of lion; remove it"),
+        ("{args: {momentum: 0.9}}", "optimizer: args.momentum is not a setting of adamw, which has no further settings"),
+        ("{name: sgd, args: {nesterov: 1}}", "optimizer: args.nesterov: found 1, needs true or false"),
+        ("{name: sgd, args: {momentum: true}}", "optimizer: args.momentum: found True, needs a number, 0 or more"),
+        ("{name: ademamix, args: {t_alpha: -1}}", "optimizer: args.t_alpha: found -1, needs a number of steps, 0 or more"),
+        ("{name: sgd, momentum: 0.9}", r"unknown key; here it is 'optimizer.args' \(further settings of the rule"),
+    ],
+)
+def test_what_an_optimizer_cannot_use_is_refused(text, words):
+    with pytest.raises(RecipeError, match=words):
+        optimizer(text)

@@ -162,7 +162,7 @@ class Train(Section):
 def _own_name(name: Any) -> Any:
     """Return the rule of an optimizer's name in transformers; other values as they are."""
     if name in REFUSED:
-        raise ValueError(f"name {name}: {REFUSED[name]}")
+        raise ValueError(f"found {name}: {REFUSED[name]}")
     return NAMES.get(name, name) if isinstance(name, str) else name
 
 
