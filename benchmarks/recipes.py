@@ -1,7 +1,7 @@
 """`make recipes`: write the packaged recipes with their planned memory and speed, and the index for `ftkit recipes list`.
 
 Each model is fine-tuned on instructions, with all parameters and with LoRA. Settings are the defaults of `ftkit init`.
-Variants: larger GPUs, one GPU, text of a domain, long sequences, and GPTs from a configuration. A recipe that does not fit
+Variants: larger GPUs, one GPU, text of a domain (which extends the first), long sequences, and GPTs from a configuration. A recipe that does not fit
 its hardware is not written. A test plans every recipe again and compares. All figures are simulated from published rates.
 """
 
@@ -36,15 +36,21 @@ hardware: {hardware}
 model:     {model}{task}
 data:      {{path: bundled/python-docs.jsonl, sequence_tokens: {tokens}, packing: {packing}{loss}}}  # a sample: name yours
 train:     {{batch_tokens: {batch}, epochs: 1, seed: 17}}
-optimizer: {{lr: {lr}, betas: [0.9, 0.95], weight_decay: {decay}, warmup_steps: 30, schedule: cosine, max_grad_norm: 1.0}}
+optimizer: {{lr: {lr}, betas: [0.9, 0.95], weight_decay: {decay}, {warmup}, schedule: cosine, max_grad_norm: 1.0}}
 {adapter}output:    {{dir: runs/{name}, save_every_steps: 100, keep: 2}}
+"""
+EXTENDING = """extends: {base}
+data:      {{loss_on: all}}
+eval:      {{share: 0.02, every_steps: 100, patience: 3}}  # ends after 3 evaluations without a better one
+optimizer: {{warmup_steps: null, warmup_ratio: 0.03, min_lr: 1.0e-6}}
+output:    {{dir: runs/{name}}}
 """
 ADAPTER = "adapter:   {rank: 16, alpha: 32, targets: all-linear}\n"
 METHODS = {  # the method as the index names it, whether it is LoRA, and settings beside the defaults
     "full": ("all parameters", False, {}),
     "lora": ("LoRA", True, {}),
-    "domain": ("all parameters, text of a domain", False, {"loss": ", loss_on: all"}),
-    "long": ("LoRA, long sequences", True, {}),
+    "domain": ("all parameters, text of a domain", False, {}),
+    "long": ("LoRA, long sequences", True, {"warmup": "warmup_ratio: 0.03"}),
     "scratch": ("from scratch", False, {"loss": ", loss_on: all", "lr": "1.5e-4"}),
 }
 SHOWN = {HARDWARE: "8xV100-16GB", LARGER: "8xV100-32GB", SINGLE: "one V100-32GB"}
@@ -82,10 +88,13 @@ class Entry:
     @property
     def body(self) -> str:
         """The recipe without its first line."""
+        if self.method == "domain":
+            return EXTENDING.format(name=self.name, base=Entry(self.model, "full", self.hardware).name)
         _, lora, more = METHODS[self.method]
         gpt = GPT.format(layers=GPTS[self.model]) if self.model in GPTS else None
         config, ranks = GPT2Config() if gpt else find_config(self.model), find_hardware(self.hardware).gpus
-        chosen = {"model": gpt or f"{{name: {self.model}}}", "loss": "", **defaults(config, lora=lora), **more}
+        chosen = {"model": gpt or f"{{name: {self.model}}}", "loss": "", "warmup": "warmup_steps: 30"}
+        chosen |= {**defaults(config, lora=lora), **more}
         chosen["task"] = "\ntask:      seq2seq" if config.is_encoder_decoder else ""
         chosen["adapter"] = ADAPTER if lora else ""
         if self.tokens is not None:
