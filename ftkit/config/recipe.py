@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ftkit.config.engine import Memory
 from ftkit.config.errors import RecipeError, problems
+from ftkit.config.schedule import FOLLOWING, Group, ScheduleName, check_schedule_keys
 from ftkit.config.values import (
     Count,
     CountOrZero,
@@ -169,7 +170,11 @@ class Optimizer(Section):
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NotNegative = Field(0.0, description="on matrices; biases and norms are left out")
     warmup_steps: CountOrZero = Field(0, description="optimizer steps until the peak")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
+    warmup_ratio: Fraction = Field(0.0, description="the same, as a share of all steps")
+    schedule: ScheduleName = Field("cosine", description="of the learning rate after the warm-up, by transformers' names")
+    schedule_args: dict[str, Any] = Field({}, description="further arguments of transformers' schedule")
+    min_lr: NotNegative | None = Field(None, description="learning rate at the end; default: that of the schedule")
+    groups: tuple[Group, ...] = Field((), description="parameters with a learning rate or weight decay of their own")
     max_grad_norm: NotNegative = Field(1.0, description="global norm above which gradients are scaled down; 0 = never")
     momentum: Fraction = Field(0.0, description="of sgd; 0 = none")
 
@@ -179,6 +184,11 @@ class Optimizer(Section):
         for key in unread:  # a dumped recipe has them, with their defaults
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is not a setting of {self.name}; remove it, or set name: {other}")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_keys(self) -> Optimizer:
+        check_schedule_keys(self)
         return self
 
 
@@ -256,6 +266,15 @@ class Recipe(Section):
             raise ValueError(f"data.loss_on is {self.data.loss_on} and task: seq2seq trains on answers only; remove it")
         if self.engine.dtype != AUTO:
             raise ValueError(f"engine.dtype is {self.engine.dtype}; in a recipe, set train.dtype")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_of_the_schedule(self) -> Recipe:
+        name, held_out = self.optimizer.schedule, self.eval
+        if name in FOLLOWING and not (held_out and (held_out.every_steps or held_out.every_epoch)):
+            raise ValueError(
+                f"optimizer.schedule {name} follows the held-out loss; set eval.every_steps or eval.every_epoch"
+            )
         return self
 
     def inputs(self) -> list[str]:
