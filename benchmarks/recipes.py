@@ -1,8 +1,9 @@
 """`make recipes`: write the packaged recipes with their planned memory and speed, and the index for `ftkit recipes list`.
 
 Each model is fine-tuned on instructions, with all parameters and with LoRA. Settings are the defaults of `ftkit init`.
-Variants: larger GPUs, one GPU, text of a domain (which extends the first), long sequences, and GPTs from a configuration. A recipe that does not fit
-its hardware is not written. A test plans every recipe again and compares. All figures are simulated from published rates.
+Variants: larger GPUs, one GPU, text of a domain (which extends the first), long sequences, and GPTs from a
+configuration. A recipe that does not fit its hardware is not written. A test plans every recipe again and compares. All
+figures are simulated from published rates.
 """
 
 from __future__ import annotations

@@ -53,10 +53,32 @@ def changed(folder, **fields):
         ("engine={stage: 1, parameters: host}", "parameters"),
         ("memory.host_gib=0.001", "does not fit"),
         ("engine.state=nvme", "set memory.nvme_dir to a folder"),
+        ("optimizer.schedule=warmup_stable_decay", "the schedule warmup_stable_decay refuses no arguments"),
+        ("optimizer={schedule: polynomial, warmup_steps: 2}", "cannot decay in a run of 2 steps with a warm-up of 2"),
+        ("optimizer.groups=[{match: head, lr: 1}, {match: lm_, lr: 1}]", "groups.1.match: 'lm_' matches only parameters"),
+        ("optimizer.groups=[{match: typo, lr: 1}]", "'typo' matches no trained parameter; names are such as model.emb"),
     ],
 )
 def test_what_a_recipe_says(home, setting, words):
     assert words in refused(home, setting)
+
+
+def test_a_warmup_of_all_steps_of_the_epochs(home):
+    more = "optimizer={schedule: polynomial, warmup_steps: 6}"
+    said = refused(home, "train={batch_tokens: 128, epochs: 3}", more)
+    assert "cannot decay in a run of 6 steps with a warm-up of 6" in said
+
+
+def test_the_optimizer_is_checked_before_the_rows(home):
+    empty = "data.path=/dev/null"
+    assert "refuses no arguments" in refused(home, empty, "optimizer.schedule=warmup_stable_decay")
+    assert "matches no trained parameter" in refused(home, empty, "optimizer.groups=[{match: typo, lr: 1}]")
+
+
+def test_groups_match_what_an_adapter_trains(home):
+    said = refused(home, "adapter={rank: 2}", "optimizer.groups=[{match: lora_B, lr: 1}, {match: lm_head, lr: 1}]")
+    assert "optimizer.groups.1.match: 'lm_head' matches no trained parameter" in said
+    assert "q_proj.lora_A.default.weight" in said
 
 
 @pytest.mark.parametrize("size", [0, -100])

@@ -2,11 +2,13 @@
 
 import json
 import pickle
+from typing import get_args
 
 import pytest
 import yaml
 
 from ftkit.config import recipe
+from ftkit.config.optimizer import ScheduleName
 from ftkit.config.recipe import RecipeError, load, parse, split_batch
 from ftkit.config.recipe_files import packaged
 from ftkit.errors import UserError
@@ -20,6 +22,7 @@ data: {name: some/set, sequence_tokens: 128}
 train: {batch_tokens: 1536}
 output: {dir: runs/x}
 """
+SCHEDULES = "{} or {}".format(", ".join(map(repr, get_args(ScheduleName)[:-1])), repr(get_args(ScheduleName)[-1]))
 
 
 def problems(text, *overrides):
@@ -80,7 +83,7 @@ optimizer:
         "r.yaml:4: data.packing: found 'maybe', needs a valid boolean",
         "r.yaml:5: trian: unknown key (did you mean 'train'?)",
         "r.yaml:7: optimizer.lr: found 'fast', needs a valid number",
-        "r.yaml:8: optimizer.schedule: found 'cosin', needs 'cosine', 'linear' or 'constant' (did you mean 'cosine'?)",
+        f"r.yaml:8: optimizer.schedule: found 'cosin', needs {SCHEDULES} (did you mean 'cosine'?)",
         "r.yaml:9: optimizer.betas.1: is missing",
         "--set train.lr=1: train.lr: unknown key (did you mean 'optimizer.lr'?)",
         "--set engine.stage=7: engine.stage: found 7, needs 'auto', 0, 1, 2 or 3",

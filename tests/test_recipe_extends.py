@@ -8,7 +8,8 @@ import yaml
 from docs import recipe_keys
 from ftkit.cli.app import main
 from ftkit.config import recipe_files
-from ftkit.config.recipe import Optimizer, RecipeError, load, parse
+from ftkit.config.optimizer import Optimizer
+from ftkit.config.recipe import RecipeError, load, parse
 
 BASE = """\
 model: {name: some/model, revision: v1}

@@ -113,7 +113,7 @@ def changed(
     if NVME in facts["engine"].values() and facts["memory"]["nvme_dir"] is None:
         facts["memory"]["nvme_dir"] = str(folder.parent)
     facts["train"] |= {"max_steps": steps, "neftune_noise_alpha": None, "on_divergence": "continue"}
-    facts["optimizer"] |= {"schedule": "constant", "warmup_steps": 0}
+    facts["optimizer"] |= {"schedule": "constant", "schedule_args": {}, "min_lr": None, "warmup_steps": 0, "warmup_ratio": 0}
     if facts["adapter"] is not None:
         facts["adapter"]["dropout"] = 0.0
     facts["output"] |= {"dir": str(folder), "save_every_steps": save_every_steps, "logging_steps": 1, "report_to": ()}

@@ -9,7 +9,11 @@ from __future__ import annotations
 _TARGETS: dict[str, str] = {
     "optimizer.lr": "learning_rate peak_lr base_lr",
     "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler scheduler_type lr_schedule",
-    "optimizer.warmup_steps": "warmup num_warmup_steps warmup_ratio lr_warmup_steps",
+    "optimizer.schedule_args": "lr_scheduler_kwargs lr_scheduler_args scheduler_kwargs scheduler_specific_kwargs",
+    "optimizer.warmup_steps": "warmup num_warmup_steps lr_warmup_steps",
+    "optimizer.warmup_ratio": "lr_warmup_ratio warmup_fraction warmup_proportion",
+    "optimizer.min_lr": "lr_end lr_min eta_min min_learning_rate min_lr_rate min_lr_ratio cosine_min_lr_ratio",
+    "optimizer.groups": "param_groups parameter_groups lr_groups embedding_lr embedding_learning_rate loraplus_lr_ratio",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
     "optimizer.args": "optim_args momentum nesterov",

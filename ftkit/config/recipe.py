@@ -15,10 +15,10 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ftkit.config.engine import Memory
 from ftkit.config.errors import RecipeError, problems
+from ftkit.config.optimizer import FOLLOWING, Optimizer
 from ftkit.config.recipe_files import read_file, resolve
 from ftkit.config.values import (
     Count,
-    CountOrZero,
     ExistingPath,
     Format,
     Fraction,
@@ -33,11 +33,10 @@ from ftkit.config.values import (
     Texts,
     as_list,
 )
-from ftkit.config.wording import brief, counted
+from ftkit.config.wording import counted
 from ftkit.config.yaml_lines import Document, override
 from ftkit.errors import UserError
 from ftkit.spec.strategy import AUTO, OPEN, Strategy
-from ftkit.spec.update_rules import NAMES, REFUSED, RULES, UpdateRule
 
 
 class Model(Section):
@@ -159,64 +158,6 @@ class Train(Section):
     )
 
 
-def _own_name(name: Any) -> Any:
-    """Return the rule of an optimizer's name in transformers; other values as they are."""
-    if name in REFUSED:
-        raise ValueError(f"found {name}: {REFUSED[name]}")
-    return NAMES.get(name, name) if isinstance(name, str) else name
-
-
-DEFAULT_BETAS = {"adamw": (0.9, 0.95)}
-"""Decay of the moments where a recipe differs from the rule's own default."""
-_KINDS = {bool: "true or false", int: "a number of steps, 0 or more", float: "a number, 0 or more"}
-
-
-class Optimizer(Section):
-    """The optimizer and its learning rate."""
-
-    name: Annotated[
-        Literal["adamw", "sgd", "lion", "adagrad", "rmsprop", "ademamix", "stable_adamw"], BeforeValidator(_own_name)
-    ] = Field("adamw", description="update rule; its names in transformers, such as `adamw_torch`, are known")
-    lr: Positive = Field(2e-5, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] | None = Field(
-        None, description="decay per step of the moments; default: 0.9, 0.95 of adamw, those of its paper of another rule"
-    )
-    eps: Positive | None = Field(None, description="added to the root of the second moment; default: that of the rule")
-    args: dict[str, Any] = Field(
-        default={},
-        description="further settings of the rule: sgd `momentum`, `nesterov`; adagrad `lr_decay`; rmsprop `alpha`, "
-        "`momentum`, `centered`; ademamix `beta3`, `alpha`, `t_alpha`, `t_beta3`",
-    )
-    weight_decay: NotNegative = Field(0.0, description="on matrices; biases and norms are left out")
-    warmup_steps: CountOrZero = Field(0, description="optimizer steps until the peak")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
-    max_grad_norm: NotNegative = Field(1.0, description="global norm above which gradients are scaled down; 0 = never")
-
-    @model_validator(mode="after")
-    def _settings_of_the_rule(self) -> Optimizer:
-        rule = RULES[self.name]
-        for key, default in {"betas": DEFAULT_BETAS.get(self.name), "eps": None}.items():
-            given = getattr(self, key)
-            if given is not None and key not in rule.settings:
-                raise ValueError(f"{key} is not a setting of {self.name}; remove it")
-            if given is None:  # the recipe is frozen once it is made
-                object.__setattr__(self, key, default or rule.settings.get(key))
-        for key, value in self.args.items():
-            if key not in rule.arguments:
-                known = ", ".join(rule.arguments) or "no further settings"
-                raise ValueError(f"args.{key} is not a setting of {self.name}, which has {known}")
-            wanted = bool if isinstance(rule.arguments[key], bool) else (int, float)
-            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or value < 0:
-                raise ValueError(f"args.{key}: found {brief(value)}, needs {_KINDS[type(rule.arguments[key])]}")
-        return self
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule with these settings."""
-        own = {key: value for key in ("lr", "weight_decay", "betas", "eps") if (value := getattr(self, key)) is not None}
-        return RULES[self.name].of({**own, **self.args})
-
-
 class Adapter(Section):
     """LoRA instead of all parameters."""
 
@@ -291,6 +232,15 @@ class Recipe(Section):
             raise ValueError(f"data.loss_on is {self.data.loss_on} and task: seq2seq trains on answers only; remove it")
         if self.engine.dtype != AUTO:
             raise ValueError(f"engine.dtype is {self.engine.dtype}; in a recipe, set train.dtype")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_of_the_schedule(self) -> Recipe:
+        name, held_out = self.optimizer.schedule, self.eval
+        if name in FOLLOWING and not (held_out and (held_out.every_steps or held_out.every_epoch)):
+            raise ValueError(
+                f"optimizer.schedule {name} follows the held-out loss; set eval.every_steps or eval.every_epoch"
+            )
         return self
 
     def inputs(self) -> list[str]:

@@ -15,10 +15,12 @@ from peft import LoraConfig, TaskType
 from transformers.integrations import get_available_reporting_integrations
 
 from ftkit.config.engine import EngineSettings
-from ftkit.config.recipe import Adapter, Optimizer, Recipe, split_batch
+from ftkit.config.optimizer import Optimizer
+from ftkit.config.recipe import Adapter, Recipe, split_batch
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
+from ftkit.train.schedule import schedule_of, warmup_of
 
 
 def compute_dtype(wanted: str) -> str:
@@ -91,7 +93,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
     micro_batch, accumulation = split_batch(recipe, ranks)
     train, optimizer, output, held_out = recipe.train, recipe.optimizer, recipe.output, recipe.eval
     every_steps = held_out.every_steps if held_out else None
-    schedule = "constant_with_warmup" if optimizer.schedule == "constant" else optimizer.schedule
+    schedule, schedule_args = schedule_of(optimizer)
     cpu = not torch.cuda.is_available()
     PartialState(cpu=cpu, timeout=GROUP_TIMEOUT)  # TrainingArguments passes no timeout on a CPU
     return TrainingArguments(
@@ -107,8 +109,9 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         learning_rate=optimizer.lr,
         **_rule_arguments(optimizer),
         weight_decay=optimizer.weight_decay,
-        warmup_steps=optimizer.warmup_steps,
+        warmup_steps=warmup_of(optimizer),
         lr_scheduler_type=schedule,
+        lr_scheduler_kwargs=schedule_args,
         max_grad_norm=optimizer.max_grad_norm,
         logging_steps=output.logging_steps,
         report_to=list(output.report_to) or "none",

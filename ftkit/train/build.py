@@ -29,8 +29,10 @@ from ftkit.plan.plan import Plan
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import check_report_to, compute_dtype
 from ftkit.train.callbacks import Question, questions
+from ftkit.train.groups import check_groups
 from ftkit.train.planning import ask_here, model_of
 from ftkit.train.resume import Start, choose, noted
+from ftkit.train.schedule import MANY_STEPS, check_schedule, warmup_steps
 from ftkit.train.trainer import RecipeTrainer, WholeSteps
 
 
@@ -71,16 +73,19 @@ def make_parts(
         UserError: The run cannot begin.
     """
     check_report_to(recipe.output.report_to)
+    check_schedule(recipe.optimizer, recipe.train.max_steps or MANY_STEPS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_dtype(DTYPES[compute_dtype(recipe.train.dtype)], device)
     tokenizer = load_tokenizer(recipe.model)
     model = model_of(recipe, weights=True)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
+    check_groups(model, recipe.optimizer.groups)
     asked = questions(recipe.show) if recipe.show else []
     plan = ask_here(recipe, model, ranks, comm).plan()
     start = choose(checkpoints, recipe, comm, say)  # before the rows, which belong to its day
     rows = prepare_rows(recipe, tokenizer, start.day)
     start.check_rows(rows.report.digest)
+    check_schedule(recipe.optimizer, steps_in(recipe, whole_steps(recipe, rows)))
     return Parts(tokenizer, model, plan, start, rows, asked)
 
 
@@ -100,6 +105,16 @@ def load_tokenizer(model: Model) -> Any:
 def prepare_rows(recipe: Recipe, tokenizer: Any, day: str | None = None) -> Prepared:
     """Prepare the rows to train on and those held out; see `ftkit.data.prepare.prepare`."""
     return prepare(recipe.data, tokenizer, task=recipe.task, seed=recipe.train.seed, held_out=recipe.eval, day=day)
+
+
+def whole_steps(recipe: Recipe, rows: Prepared) -> WholeSteps:
+    """Return the order of the rows to train on, cut to whole steps."""
+    return WholeSteps(rows.order(recipe.train.seed), recipe.train.batch_tokens // recipe.data.sequence_tokens)
+
+
+def steps_in(recipe: Recipe, order: WholeSteps) -> int:
+    """Return the optimizer steps of a run."""
+    return steps_of(recipe, len(order.order), order.step_sequences)
 
 
 def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
@@ -162,6 +177,7 @@ def make_trainer(
         step_sequences=recipe.train.batch_tokens // recipe.data.sequence_tokens,
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
+        groups=recipe.optimizer.groups,
         noted=noted(recipe, rows.report.digest, rows.report.day),
         plan=plan,
     )
@@ -176,15 +192,17 @@ def notices(recipe: Recipe, parts: Parts) -> list[str]:
     lines = [f"warning: {each}" for each in found if each.kind != "unusable"]  # the report has those
     if report.rendering == "plain" and recipe.task == "causal-lm" and {each.format for each in report.sources} != {"text"}:
         lines.append("no chat template: questions and answers are plain text")
-    step_sequences = recipe.train.batch_tokens // recipe.data.sequence_tokens
-    order = WholeSteps(rows.order(recipe.train.seed), step_sequences)
-    sequences, warmup = len(order.order), recipe.optimizer.warmup_steps
-    steps = steps_of(recipe, sequences, step_sequences)
+    order = whole_steps(recipe, rows)
+    sequences, step_sequences, steps = len(order.order), order.step_sequences, steps_in(recipe, order)
+    warmup = warmup_steps(recipe.optimizer, steps)
     lines.append(f"steps: {steps:,} in all, {sequences // step_sequences:,} per epoch of {sequences:,} sequences")
     if rest := sequences - len(order):
         lines.append(f"{rest} of {counted(sequences, 'sequence')} left over in each epoch: a step takes {step_sequences}")
     if warmup >= steps:
-        lines.append(f"warning: optimizer.warmup_steps is {warmup} and the run has {counted(steps, 'step')}")
+        key = "warmup_ratio" if recipe.optimizer.warmup_ratio else "warmup_steps"
+        given = getattr(recipe.optimizer, key)
+        lines.append(f"warning: optimizer.{key} is {given} and the run has {counted(steps, 'step')}")
+    lines += check_groups(parts.model, recipe.optimizer.groups)
     length, positions = recipe.data.sequence_tokens, positions_of(parts.model)
     if positions and length > positions:
         lines.append(f"warning: data.sequence_tokens is {length} and the model was trained with {positions} positions")

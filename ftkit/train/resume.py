@@ -14,6 +14,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from ftkit.config.optimizer import FOLLOWING
 from ftkit.config.recipe import Recipe
 from ftkit.engine.checkpoint.loading import check_checkpoint
 from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER, read_manifest
@@ -21,12 +22,14 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.trainer.checkpoints import check_folder
 
-FIXED = ("task", "model", "data", "adapter", "train.seed", "train.batch_tokens", "optimizer.name")
-"""Keys that decide which tensors are trained, and on which samples. The checksum of the rows covers `eval.share`."""
+FIXED = ("task", "model", "data", "adapter", "train.seed", "train.batch_tokens", "optimizer.name", "optimizer.groups")
+"""Keys that decide which tensors are trained, how, and on which samples. The checksum of the rows covers `eval.share`."""
 FREE = ("data.cache_dir", "data.workers", "model.trust_remote_code")
 COMPARED = ("task", "model", "data", "adapter", "train", "optimizer")
 """Sections whose changes are refused or shown, except the keys of `FREE`."""
 FROM_CHECKPOINT = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.args", "optimizer.weight_decay")
+STATE_OF_FOLLOWING = ("optimizer.schedule", "optimizer.schedule_args", "optimizer.min_lr")
+"""Keys that the state of a schedule contains if it follows the held-out loss."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,12 @@ def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str:
         where: The checkpoint.
 
     Raises:
-        UserError: A key of `FIXED` changed.
+        UserError: A key of `FIXED` changed, or a schedule that follows the held-out loss.
     """
     changes = list(_changes(before, recipe.model_dump(mode="json")))
-    if fixed := [f"  {key}: {old} in {where}, now {new}" for key, old, new in changes if key.startswith(FIXED)]:
+    schedules = {before.get("optimizer", {}).get("schedule"), recipe.optimizer.schedule}
+    keys = (*FIXED, *STATE_OF_FOLLOWING) if schedules & set(FOLLOWING) else FIXED
+    if fixed := [f"  {key}: {old} in {where}, now {new}" for key, old, new in changes if key.startswith(keys)]:
         listed = "\n".join(fixed)
         raise UserError(
             f"--resume: the recipe has changed in keys that define a step:\n{listed}\n"

@@ -24,7 +24,7 @@ from accelerate.state import GradientState
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ftkit.config.recipe import Recipe, steps_of
+from ftkit.config.recipe import Recipe
 from ftkit.config.wording import counted
 from ftkit.data.packing import check_isolation
 from ftkit.engine.checkpoint.finite import NotFinite
@@ -38,7 +38,7 @@ from ftkit.report.plan_view import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype, training_arguments
-from ftkit.train.build import Parts, make_parts, make_trainer, notices
+from ftkit.train.build import Parts, make_parts, make_trainer, notices, steps_in
 from ftkit.train.callbacks import Bar, EndOnRequest, LookAtModel, MetricsLog, ProgressBar, Question
 from ftkit.train.divergence import DivergenceWatch
 from ftkit.train.memory_guard import MemoryStop
@@ -155,8 +155,8 @@ class Job:
 
     def _summary_if_over(self, parts: Parts) -> dict[str, Any] | None:
         """Return the summary of an earlier run that has nothing more to do, or None. A collective."""
-        folder, order, state = self.folder, self.trainer.order, state_of(parts.start.checkpoint)
-        steps = steps_of(self.recipe, len(order.order), order.step_sequences)
+        folder, state = self.folder, state_of(parts.start.checkpoint)
+        steps = steps_in(self.recipe, self.trainer.order)
         found = folder.read_summary() if state is not None and state.global_step >= steps else {}
         over = found.get("steps") == steps and found.get("problem") is None and folder.model.is_dir()
         summary = Communicator(self.trainer.args.device).same(found if over else None)

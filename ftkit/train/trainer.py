@@ -9,7 +9,7 @@ Cost: up to one step of rows is left out of each epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from ftkit.config.optimizer import Group
 from ftkit.config.wording import counted
 from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
@@ -30,6 +31,7 @@ from ftkit.hf.trainer.trainer import Trainer
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.plan import Plan
 from ftkit.train.divergence import LossWindow
+from ftkit.train.groups import split_groups
 from ftkit.train.held_out import HeldOut, write_rows
 
 
@@ -71,6 +73,7 @@ class RecipeTrainer(Trainer):
         step_sequences: See `WholeSteps`.
         metrics: Names from the recipe's `eval.metrics`.
         seq2seq: Whether the model is an encoder-decoder.
+        groups: The recipe's `optimizer.groups`.
         noted: Notes about the run that each checkpoint stores.
         plan: How memory is used. None lets the Trainer plan.
     """
@@ -82,6 +85,7 @@ class RecipeTrainer(Trainer):
         step_sequences: int,
         metrics: tuple[str, ...],
         seq2seq: bool,
+        groups: Sequence[Group],
         noted: Mapping[str, Any],
         plan: Plan | None = None,
         **kwargs: Any,
@@ -91,6 +95,7 @@ class RecipeTrainer(Trainer):
         self.order = WholeSteps(order, step_sequences)
         self.pad_token_id: int = cast(Any, self.data_collator).pad_token_id
         self.wanted_metrics, self.seq2seq = metrics, seq2seq
+        self.groups = groups
         self.held_out: list[HeldOut] = []
         self.losses = LossWindow()
         self._step_loss: float | torch.Tensor = 0.0
@@ -107,6 +112,14 @@ class RecipeTrainer(Trainer):
         self.add_callback(NoSteps)
         self.train(resume_from_checkpoint=checkpoint)
         self.remove_callback(NoSteps)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer as the Trainer does, then give the recipe's groups their own settings."""
+        made_before = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        if self.groups and not made_before:
+            split_groups(optimizer, self.model, self.groups)
+        return optimizer
 
     # --- samples
 

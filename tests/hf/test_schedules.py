@@ -1,8 +1,7 @@
 """Schedules of transformers, torch and users give the stock Trainer's learning rates, and go on from a checkpoint.
 
 The reference is the stock Trainer in one process. A run of six steps is saved after three; a second one goes on from there
-and must log what the first one logged. Schedules read the defaults of their optimizer, so those are compared too. Every
-schedule of transformers by its name is in `tests/compat`.
+and must log what the first one logged. Schedules read the defaults of their optimizer, so those are compared too.
 """
 
 from __future__ import annotations
@@ -103,6 +102,42 @@ def named(name: str, keywords: dict[str, Any]) -> Run:
     if name in ("reduce_lr_on_plateau", "greedy"):
         return replace(BASE, eval_rows=6, arguments={**arguments, "eval_strategy": "steps", "eval_steps": 1})
     return replace(BASE, arguments=arguments)
+
+
+EVERY: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {"num_cycles": 0.4},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0, "lr_end": 1e-4},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {"timescale": 3},
+    "reduce_lr_on_plateau": {"patience": 0, "factor": 0.5, "threshold": 0.1, "threshold_mode": "abs"},
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 2, "warmup_type": "cosine"},
+    "greedy": {"patience": 0, "factor": 0.5, "threshold": 0.1, "min_lr": 1e-4},
+}
+"""Every schedule of transformers, with arguments. The thresholds are such that some losses are better and some are not."""
+
+
+def rates_of_all(folder: str) -> dict[str, list[list[float]]]:
+    """Return the rates of each schedule: of stock's Trainer, of ours, and of ours after a resume."""
+    found = {}
+    for name, keywords in EVERY.items():
+        run, path = named(name, keywords), f"{folder}/{name}"
+        again = replace(run, resume=f"{path}/ours/checkpoint-3")
+        outcomes = [train(kind, f"{path}/{kind}", each) for kind, each in (("stock", run), ("ours", run), ("ours", again))]
+        found[name] = [outcome.column("learning_rate") for outcome in outcomes]
+    return found
+
+
+def test_every_schedule_of_transformers_has_stocks_rates_and_goes_on(world1, tmp_path):
+    assert set(EVERY) == {kind.value for kind in transformers.SchedulerType}
+    for name, (stock, ours, resumed) in world1.run(rates_of_all, str(tmp_path))[0].items():
+        assert ours == stock == resumed, name
+        assert len(stock) == STEPS
+        assert (len(set(stock)) > 1) == (name != "constant"), name
 
 
 def made(schedule: Any) -> Run:
