@@ -128,9 +128,8 @@ def test_every_schedule_has_transformers_rates_and_goes_on(home, world1):
         wanted = expected("constant_with_warmup" if name == "constant" else name, arguments, warmup, held_out)
         assert rates == pytest.approx(wanted, rel=1e-12), name
         assert len(set(rates)) > 1, name
-        if name in (*FOLLOWING, "polynomial"):  # tests/hf resumes all of them
-            again = world1.run(rates_after, own, str(home / f"every-{name}" / f"checkpoint-{MIDDLE}"))[0]
-            assert again == rates, name
+        again = world1.run(rates_after, own, str(home / f"every-{name}" / f"checkpoint-{MIDDLE}"))[0]
+        assert again == rates, name
 
 
 def test_constant_without_a_warmup():

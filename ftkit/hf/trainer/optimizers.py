@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.training_args import OptimizerNames
 
 from ftkit.engine.optim.adagrad import ShardedAdagrad
 from ftkit.engine.optim.adamw import ShardedAdamW
@@ -136,7 +137,9 @@ def rule_by_name(args: Any) -> UpdateRule:
 def optimizer_by_name(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class of the optimizer that the arguments name, and its settings. Raises as `rule_by_name`."""
     rule = rule_by_name(args)
-    return _BY_NAME[rule.name], {key: value for key, value in rule.settings.items() if key != "weight_decay"}
+    settings = {key: value for key, value in rule.settings.items() if key != "weight_decay"}
+    fused = {"fused": True} if args.optim == OptimizerNames.ADAMW_TORCH_FUSED else {}  # as the Trainer makes it
+    return _BY_NAME[rule.name], {**settings, **fused}
 
 
 def _parsed(text: str | None) -> list[tuple[str, str]]:
