@@ -37,7 +37,7 @@ hardware: {hardware}
 model:     {model}{task}
 data:      {{path: bundled/python-docs.jsonl, sequence_tokens: {tokens}, packing: {packing}{loss}}}  # a sample: name yours
 train:     {{batch_tokens: {batch}, epochs: 1, seed: 17}}
-optimizer: {{lr: {lr}, betas: [0.9, 0.95], weight_decay: {decay}, {warmup}, schedule: cosine, max_grad_norm: 1.0}}
+optimizer: {{lr: {lr}, weight_decay: {decay}, {warmup}, schedule: cosine, max_grad_norm: 1.0}}
 {adapter}output:    {{dir: runs/{name}, save_every_steps: 100, keep: 2}}
 """
 EXTENDING = """extends: {base}

@@ -116,7 +116,7 @@ class Optimizer(Section):
         for key, default in {"betas": DEFAULT_BETAS.get(self.name), "eps": None}.items():
             given = getattr(self, key)
             if given is not None and key not in rule.settings:
-                raise ValueError(f"{key} is not a setting of {self.name}; remove it")
+                raise ValueError(f"{key} is not a setting of {self.name}; remove it, or set it to null")
             if given is None:  # the recipe is frozen once it is made
                 object.__setattr__(self, key, default or rule.settings.get(key))
         for key, value in self.args.items():

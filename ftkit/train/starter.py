@@ -50,7 +50,6 @@ train:
   epochs: 1
 optimizer:
   lr: {lr}
-  betas: [0.9, 0.95]
   weight_decay: {decay}
   warmup_steps: 30
   schedule: cosine
