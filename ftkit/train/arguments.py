@@ -17,6 +17,7 @@ from ftkit.config.recipe import Adapter, Recipe, split_batch
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
+from ftkit.train.held_out import METRICS
 
 
 def compute_dtype(wanted: str) -> str:
@@ -102,7 +103,8 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         save_strategy="steps" if output.save_every_steps else "no",
         save_steps=output.save_every_steps or 500,
         save_total_limit=checkpoints_kept(recipe),
-        metric_for_best_model="token_loss" if held_out else None,  # the best checkpoint stays
+        metric_for_best_model=METRICS[held_out.best] if held_out else None,  # the best checkpoint stays
+        greater_is_better=held_out.best == "accuracy" if held_out else None,
         eval_strategy="steps" if every_steps else "epoch" if held_out and held_out.every_epoch else "no",
         eval_steps=every_steps,
         include_num_input_tokens_seen="non_padding",
