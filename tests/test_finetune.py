@@ -26,7 +26,7 @@ from ftkit.errors import UserError
 from ftkit.hf.generate.evaluation import row_statistics
 from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder
-from ftkit.train.callbacks import questions
+from ftkit.train.answers import questions
 from ftkit.train.generate import answers
 from ftkit.train.held_out import HeldOut
 from ftkit.train.resume import first_whole
@@ -553,7 +553,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(home, worlds):
     told = {record["step"]: record["eval_loss"] for record in records(home / "best") if "eval_loss" in record}
     best = min((step for step in told if step), key=told.__getitem__)
     assert best != 10
-    assert summary["best"] == {"step": best, "loss": told[best]}
+    assert summary["best"] == {"step": best, "metric": "loss", "value": told[best]}
     assert {path.name for path in (home / "best").glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-10"}
 
 

@@ -99,6 +99,10 @@ optimizer:
         ("memory: {nvme_dir: /nowhere}", "memory.nvme_dir: no such file or folder: /nowhere"),
         ("data: {sequence_tokens: 5}", "needs exactly one of `path`"),
         ("eval: {share: 0.1, metrics: [loss, bleu]}", "eval.metrics.1: found 'bleu'"),
+        ("eval: {share: 0.1, patience: 3}", "eval: found `patience` without evaluations during training; set `every_steps`"),
+        ("eval: {share: 0.1, every_steps: 5, patience: 0}", "eval.patience: found 0, needs greater than"),
+        ("eval: {share: 0.1, best: bleu}", "eval.best: found 'bleu', needs 'loss', 'perplexity' or 'accuracy'"),
+        ("eval: {early_stopping_patience: 3}", "eval.patience' (evaluations without a new best"),
         ("adapter: {rank: true}", "adapter.rank: found true, needs a number"),
         ("optimizer: {lr: .nan}", "optimizer.lr: found nan, needs a finite number"),
         ("optimizer: [1]", "optimizer: found [1], needs a valid dictionary"),
@@ -270,8 +274,9 @@ def test_the_metrics_of_a_killed_run_are_kept_up_to_its_checkpoint(tmp_path):
     good = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
     bad = [b'{"step": "x"}', b"\xff\xfe", b"\0" * 20, b"[1]"]
     folder.metrics.write_bytes(b"\n".join([good[0].encode(), *bad, good[1].encode(), good[2].encode()]))
-    folder.keep_metrics_until(2)
+    assert folder.keep_metrics_until(2) == {"step": 2, "loss": 1.0}
     assert folder.metrics.read_text().splitlines() == good[:2]
+    assert folder.keep_metrics_until(0) == {}
 
 
 def test_aliases_that_multiply_are_refused():

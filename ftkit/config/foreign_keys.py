@@ -43,6 +43,8 @@ _TARGETS: dict[str, str] = {
     "eval.path": "eval_file validation_file val_file eval_dataset",
     "eval.every_steps": "eval_steps eval_strategy evaluation_strategy evals_per_epoch",
     "eval.max_rows": "max_eval_samples",
+    "eval.best": "metric_for_best_model best_metric",
+    "eval.patience": "early_stopping_patience early_stopping",
     "adapter.rank": "lora_r lora_rank r",
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",

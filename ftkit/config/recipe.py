@@ -121,6 +121,12 @@ class Eval(Rows):
         ("loss",), description="what is computed of them; one, or a list"
     )
     max_rows: Count | None = Field(None, description="most rows: a share is that small; of path or name, the first samples")
+    best: Literal["loss", "perplexity", "accuracy"] = Field(
+        "loss", description="metric that names the best evaluation, for patience and the checkpoint that stays"
+    )
+    patience: Count | None = Field(
+        None, description="evaluations without a new best after which training ends; default: never"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Eval:
@@ -130,6 +136,8 @@ class Eval(Rows):
             )
         if self.every_steps is not None and self.every_epoch:
             raise ValueError("found both `every_steps` and `every_epoch`; keep one")
+        if self.patience is not None and self.every_steps is None and not self.every_epoch:
+            raise ValueError("found `patience` without evaluations during training; set `every_steps` or `every_epoch`")
         return self
 
     @property
@@ -179,7 +187,7 @@ class Output(Section):
 
 
 class Show(Section):
-    """Questions that the model answers before and after training."""
+    """Questions that the model answers before and after training, and at each evaluation."""
 
     prompts: Texts = Field((), description="questions, as a user would ask them")
     path: ExistingPath | None = Field(None, description="take the first rows of a file")

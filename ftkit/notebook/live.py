@@ -79,7 +79,8 @@ class LiveRun:
         for line in facts.metrics:  # an evaluation adds to the numbers of its step
             last = {**last, **line} if line["step"] == last.get("step") else line
         step, steps = last.get("step", 0), facts.standing.get("steps", 0)
-        head = (f"<b>{escaped(self.folder.path.name)}</b>", f"step {step:,} of {steps:,}", escaped(describe(last)))
+        numbers = escaped(describe(last)), escaped(facts.stopped_early)
+        head = (f"<b>{escaped(self.folder.path.name)}</b>", f"step {step:,} of {steps:,}", *filter(None, numbers))
         return (
             f'<div class="{ROOT[1:]}"><style>{STYLE}</style><div class="frame">{"&#8195;".join(head)}'
             f'<progress value="{step}" max="{max(steps, 1)}"></progress>'

@@ -196,11 +196,13 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
 
-    def keep_metrics_until(self, step: int) -> None:
-        """Remove the lines of metrics.jsonl after a step. A resumed run writes them again."""
-        if self.metrics.exists():
-            lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-            write(self.metrics, "".join(f"{line}\n" for line in lines if _step(line) <= step))
+    def keep_metrics_until(self, step: int) -> dict[str, Any]:
+        """Remove the lines of metrics.jsonl after a step, which a resumed run writes again. Return the last that stays."""
+        lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines() if self.metrics.exists() else []
+        kept = [line for line in lines if _step(line) <= step]
+        if lines:
+            write(self.metrics, "".join(f"{line}\n" for line in kept))
+        return json.loads(kept[-1]) if kept else {}
 
     def disk_bytes(self) -> int:
         """Return the bytes on disk of the run's checkpoints and model, which a run replaces."""

@@ -49,6 +49,11 @@ class Facts:
             return status, why
         return (ENDED, "") if self.summary else (ENDED_EARLY, "no file of the folder says how the run ended")
 
+    @property
+    def stopped_early(self) -> str:
+        """Sentence about an early stop by `eval.patience`, or ""."""
+        return (self.summary.get("stopped_early") or {}).get("text", "")
+
     def fact(self, key: str) -> Any:
         """Return a value of summary.json, else of report.json."""
         return self.summary.get(key) or self.standing.get(key)

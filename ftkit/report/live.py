@@ -43,7 +43,7 @@ class RunReport(TrainerCallback):
     writes: bool  # whether this rank writes the report
     facts: dict[str, Any]  # content of report.json known at the start
     units: Callable[[], ShardedTransformer | None]  # returns the sharded model, or None before it exists
-    samples: Callable[[], list[dict[str, str]]]  # returns questions and answers so far
+    samples: Callable[[], list[dict[str, Any]]]  # returns questions and answers so far
     events: Callable[[], int]  # returns a count; the report is written at once if it changes
     say: Console
     broken: bool = False  # whether an error has ended the report

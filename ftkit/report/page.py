@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -25,6 +26,8 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME
 REFRESH_SECONDS = 5
 MOST = 20
 """Samples and divergences that are shown."""
+RECENT = 3
+"""Last evaluations whose answers are shown unfolded."""
 TIER_LABELS = {DEVICE: DEVICE, HOST: HOST, NVME: "NVMe"}
 
 Card = tuple[str, str, str, str, str]
@@ -77,12 +80,13 @@ def render(facts: Facts) -> str:
         kind={GOING_ON: "busy", ENDED: "good"}.get(status, "early"),
         about=" · ".join(filter(None, about)),
         why=why,
+        stopped_early=facts.stopped_early,
         divergences=facts.divergences[-MOST:],
         cards=list(_cards(facts, status)),
         charts=Markup().join(charts([("", facts)])),
         memory=_memory(facts),
         steps=Markup().join(_steps(facts)),
-        samples=(facts.fact("answers") or [])[:MOST],
+        samples=list(_samples(facts)),
         environment=list(_environment(facts)),
         recipe=facts.recipe,
     )
@@ -168,6 +172,13 @@ def _steps(facts: Facts) -> Iterator[Markup]:
     if facts.standing.get("simulated"):
         found = from_chrome(facts.standing["simulated"])
         yield draw(f"The same step as simulated by the plan: {lasted(found.seconds)}", found)
+
+
+def _samples(facts: Facts) -> Iterator[dict[str, Any]]:
+    """Yield each sample prompt with its answers. `after` stands for the answer at an evaluation of the last step."""
+    for record in (facts.fact("answers") or [])[:MOST]:
+        during = [each for each in record.get("during", ()) if not record["after"] or each["step"] < facts.steps]
+        yield {**record, "earlier": during[:-RECENT], "recent": during[-RECENT:]}
 
 
 def _environment(facts: Facts) -> Iterator[tuple[str, str]]:

@@ -15,11 +15,12 @@ from peft import LoraConfig, TaskType
 from transformers.integrations import get_available_reporting_integrations
 
 from ftkit.config.engine import EngineSettings
-from ftkit.config.optimizer import Optimizer
+from ftkit.config.optimizer import FOLLOWING, Optimizer
 from ftkit.config.recipe import Adapter, Recipe, split_batch
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
+from ftkit.train.held_out import METRICS
 from ftkit.train.schedule import schedule_of, warmup_of
 
 
@@ -94,6 +95,8 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
     train, optimizer, output, held_out = recipe.train, recipe.optimizer, recipe.output, recipe.eval
     every_steps = held_out.every_steps if held_out else None
     schedule, schedule_args = schedule_of(optimizer)
+    if optimizer.schedule in FOLLOWING and held_out and held_out.best == "accuracy":
+        schedule_args = {"mode": "max", **schedule_args}
     cpu = not torch.cuda.is_available()
     PartialState(cpu=cpu, timeout=GROUP_TIMEOUT)  # TrainingArguments passes no timeout on a CPU
     return TrainingArguments(
@@ -118,7 +121,8 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         save_strategy="steps" if output.save_every_steps else "no",
         save_steps=output.save_every_steps or 500,
         save_total_limit=checkpoints_kept(recipe),
-        metric_for_best_model="token_loss" if held_out else None,  # the best checkpoint stays
+        metric_for_best_model=METRICS[held_out.best] if held_out else None,  # the best checkpoint stays
+        greater_is_better=held_out.best == "accuracy" if held_out else None,
         eval_strategy="steps" if every_steps else "epoch" if held_out and held_out.every_epoch else "no",
         eval_steps=every_steps,
         include_num_input_tokens_seen="non_padding",

@@ -27,8 +27,8 @@ from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.load.config import reading
 from ftkit.plan.plan import Plan
 from ftkit.spec.strategy import decided
+from ftkit.train.answers import Question, questions
 from ftkit.train.arguments import check_report_to, compute_dtype
-from ftkit.train.callbacks import Question, questions
 from ftkit.train.groups import check_groups
 from ftkit.train.planning import ask_here, model_of
 from ftkit.train.resume import Start, choose, noted
@@ -46,7 +46,7 @@ class Parts:
         plan: How memory is used.
         start: Where the run begins.
         rows: Rows to train on, and held-out rows.
-        questions: Questions that the model answers before and after training.
+        questions: Sample prompts.
     """
 
     tokenizer: Any
@@ -175,7 +175,7 @@ def make_trainer(
         data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs, boundaries=boundaries),
         order=rows.order(recipe.train.seed),
         step_sequences=recipe.train.batch_tokens // recipe.data.sequence_tokens,
-        metrics=recipe.eval.metrics if recipe.eval else (),
+        metrics=(*recipe.eval.metrics, recipe.eval.best) if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
         groups=recipe.optimizer.groups,
         noted=noted(recipe, rows.report.digest, rows.report.day),

@@ -1,4 +1,4 @@
-"""Callbacks of a run: metrics.jsonl, a progress bar, ending on request, and the sample prompts.
+"""Callbacks of a run: metrics.jsonl, a progress bar, and ending on request.
 
 metrics.jsonl has one line per logging step and one per evaluation, with `eval_loss` in place of `loss`. Losses are in nats
 per label token; `loss` is the mean since the last line. `tokens` counts those of all ranks since the beginning, without
@@ -10,10 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,18 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from ftkit.config.recipe import Show, Source
-from ftkit.data.formats import BadRowError, detect, parse_record, read_row
-from ftkit.data.sources import rows
 from ftkit.engine.comm.shared_memory import of_other_ranks
-from ftkit.errors import UserError
 from ftkit.hf.fp16.search import widens_inputs
 from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.report.text import GIB, literal
 
 PLAIN_LINES = 20
-QUESTION_ROWS = 50
-"""First rows of `show.path` in which questions are looked for."""
 NUMBERS = {
     "loss": ("loss", ".4f"),
     "eval_loss": ("held-out loss", ".4f"),
@@ -77,7 +68,8 @@ class MetricsLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Drop the lines of steps that this run repeats; if it starts at the beginning, all lines."""
         if state.is_world_process_zero:
-            self.folder.keep_metrics_until(state.global_step or -1)
+            last = self.folder.keep_metrics_until(state.global_step or -1)
+            self.evaluated_at = last["step"] if "eval_loss" in last else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock of tokens per second, which leaves evaluations out."""
@@ -212,55 +204,3 @@ class EndOnRequest(TrainerCallback):
             control.should_evaluate = False
             self.trainer.checkpoints.finish()
         return control
-
-
-@dataclass(frozen=True)
-class Question:
-    """A sample prompt, and the answer that the data have for it.
-
-    Args:
-        turns: Chat messages with role and content. The model answers the last one.
-        expected: The answer in the data, or "".
-        separator: Text between question and answer if the tokenizer has no chat template.
-    """
-
-    turns: tuple[dict, ...]
-    expected: str = ""
-    separator: str = "\n"
-
-    @property
-    def text(self) -> str:
-        """The content of the last message."""
-        return self.turns[-1]["content"]
-
-
-def questions(show: Show) -> list[Question]:
-    """Return the sample prompts of a recipe, or those of the first rows of a file.
-
-    Raises:
-        UserError: The file has no row with a question and an answer.
-    """
-    if show.path is None:
-        return [Question(({"role": "user", "content": prompt},)) for prompt in show.prompts]
-    found = list(islice(_of_file(show.path), show.count))
-    if not found:
-        raise UserError(f"show.path: {show.path} has no row with a question and an answer; write show.prompts instead")
-    return found
-
-
-def _of_file(path: str) -> Iterator[Question]:
-    """Yield each conversation of the first rows up to its last answer. Skip rows that cannot be used."""
-    records = []
-    for row in islice(rows(Source(path=path)), QUESTION_ROWS):
-        with suppress(BadRowError):
-            records.append(parse_record(row.record))
-    kind = detect(records, path)
-    for record in records:
-        with suppress(BadRowError):
-            conversation = read_row(record, kind)
-            if isinstance(conversation, str):
-                continue
-            turns = conversation.turns
-            last = max(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
-            if last:
-                yield Question(turns[:last], turns[last]["content"], conversation.separator)

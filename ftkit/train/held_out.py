@@ -16,6 +16,11 @@ import numpy as np
 from ftkit.hf.generate.evaluation import Evaluation
 from ftkit.output.run_folder import write_json
 
+METRICS = {"loss": "token_loss", "perplexity": "perplexity", "accuracy": "accuracy"}
+"""Metrics of a recipe, and their names in the Trainer. Its own `eval_loss` is the mean over batches."""
+NAMES = {"loss": "held-out loss", "perplexity": "perplexity", "accuracy": "accuracy"}
+"""Names of the metrics in text."""
+
 
 @dataclass(frozen=True)
 class HeldOut:

@@ -30,17 +30,18 @@ from ftkit.data.packing import check_isolation
 from ftkit.engine.checkpoint.finite import NotFinite
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import Diverged, UserError
-from ftkit.hf.generate.generation import generate
 from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_view import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
+from ftkit.train.answers import ShowAnswers
 from ftkit.train.arguments import compute_dtype, training_arguments
 from ftkit.train.build import Parts, make_parts, make_trainer, notices, steps_in
-from ftkit.train.callbacks import Bar, EndOnRequest, LookAtModel, MetricsLog, ProgressBar, Question
+from ftkit.train.callbacks import Bar, EndOnRequest, LookAtModel, MetricsLog, ProgressBar
 from ftkit.train.divergence import DivergenceWatch
+from ftkit.train.early_stopping import EarlyStopping, evaluations, stays_stopped
 from ftkit.train.memory_guard import MemoryStop
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
 
@@ -117,7 +118,7 @@ class Job:
 
         Args:
             checkpoints: As for `run`.
-            unless_over: Return the summary of an earlier run that made all steps and wrote its model, and read no weights.
+            unless_over: Return the summary of an earlier run that is over and wrote its model, and read no weights.
         """
         with MemoryStop(self.stop.rank, self.stop.leave) as memory:
             parts = self._build(checkpoints)
@@ -143,26 +144,43 @@ class Job:
         arguments = training_arguments(recipe, self.ranks)
         self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=arguments.process_index > 0)
         parts = make_parts(recipe, self.ranks, checkpoints, Communicator(arguments.device), self._tell)
-        arguments.eval_on_start = parts.rows.held_out is not None and parts.start.checkpoint is None
         if parts.start.checkpoint is not None:
             self._tell(f"resuming from {parts.start.checkpoint}")
         self._tell(parts.rows.report)
         strategy = parts.plan.strategy
         self._tell(f"plan: {strategy}; micro-batches of a step: {decided(strategy.accumulation)}")
         self.trainer = make_trainer(recipe, parts.rows, parts.tokenizer, parts.model, arguments, parts.plan)
+        self.trainer.args.eval_on_start = self._begins_with_evaluation(parts.start.checkpoint)
         self.parts = parts
         return parts
+
+    def _begins_with_evaluation(self, checkpoint: str | None) -> bool:
+        """Return whether to evaluate before the first step, or at the checkpoint because the run that saved it did not yet.
+
+        A run that is asked to end skips the evaluation. At the end of an epoch, the checkpoint comes before the evaluation.
+        """
+        held_out, state, order = self.recipe.eval, state_of(checkpoint), self.trainer.order
+        if held_out is None or state is None:
+            return held_out is not None
+        every = held_out.every_steps or (len(order) // order.step_sequences if held_out.every_epoch else 0)
+        due = every > 0 and state.global_step % every == 0
+        return due and state.global_step not in evaluations(state.log_history, "loss")
 
     def _summary_if_over(self, parts: Parts) -> dict[str, Any] | None:
         """Return the summary of an earlier run that has nothing more to do, or None. A collective."""
         folder, state = self.folder, state_of(parts.start.checkpoint)
         steps = steps_in(self.recipe, self.trainer.order)
-        found = folder.read_summary() if state is not None and state.global_step >= steps else {}
-        over = found.get("steps") == steps and found.get("problem") is None and folder.model.is_dir()
+        found, how = folder.read_summary(), f"{counted(steps, 'step')} were made"
+        more = "more train.epochs or train.max_steps"
+        stopped = found.get("stopped_early") or {}
+        if stays_stopped(stopped, self.recipe.eval):
+            steps, how, more = stopped["step"], f"it {stopped['text']}", "a larger eval.patience or none"
+        reached = state is not None and state.global_step >= steps
+        over = reached and found.get("steps") == steps and found.get("problem") is None and folder.model.is_dir()
         summary = Communicator(self.trainer.args.device).same(found if over else None)
         if summary is not None:
-            self._tell(f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there")
-            self._tell("With more train.epochs or train.max_steps it continues; --overwrite begins anew")
+            self._tell(f"{folder.path}: this run is over: {how}, and its model is there")
+            self._tell(f"With {more} it continues; --overwrite begins anew")
         return summary
 
     def _train(self, parts: Parts, memory: MemoryStop) -> dict[str, Any]:
@@ -181,7 +199,8 @@ class Job:
         # --- the callbacks
         watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
         end = EndOnRequest(trainer, lambda: self.stop.asked or memory.asked)
-        shown = ShowAnswers(parts.questions, parts.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
+        early = EarlyStopping(recipe.eval)
+        shown = ShowAnswers(trainer, parts.questions, recipe.show.max_new_tokens if recipe.show else 0)
         facts = {
             "resumed_from": None if checkpoint is None else Path(checkpoint).name,
             "device": device_name(),
@@ -196,7 +215,7 @@ class Job:
         memory.attach(trainer)
         if recipe.data.packing:
             trainer.add_callback(CheckPacking(trainer.data_collator))
-        for callback in (LookAtModel(trainer, say), shown, bar, log, end, watch, report):
+        for callback in (LookAtModel(trainer, say), shown, bar, log, end, early, watch, report):
             trainer.add_callback(callback)  # `watch` after `end`: it may take back a save
 
         # --- training
@@ -209,9 +228,11 @@ class Job:
                 if problem := trainer.checkpoints.problem:
                     raise UserError(f"ended at step {step} without a checkpoint of it: {problem}")
                 return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it"}
-            return self._finish(watch, shown, report, time.perf_counter() - began)
+            return self._finish(watch, early, shown, report, time.perf_counter() - began)
 
-    def _finish(self, watch: DivergenceWatch, shown: ShowAnswers, report: RunReport, seconds: float) -> dict[str, Any]:
+    def _finish(
+        self, watch: DivergenceWatch, early: EarlyStopping, shown: ShowAnswers, report: RunReport, seconds: float
+    ) -> dict[str, Any]:
         """Evaluate, write the model, answer the questions, and write and return the summary.
 
         Raises:
@@ -220,10 +241,11 @@ class Job:
         trainer, folder = self.trainer, self.folder
         problem, written = self._outcome(watch)
         if written:
-            shown.answer(trainer.model, "after")
+            shown.finish(trainer.model, trainer.state.global_step)
         dtype = compute_dtype(self.recipe.train.dtype)
         summary = summarise(trainer, trainer.plan, folder, seconds, dtype, self.before)
-        summary |= {"problem": problem, "model_written": written, "answers": shown.records}
+        summary |= {"best": early.best, "stopped_early": early.stopped, "answers": shown.records}
+        summary |= {"problem": problem, "model_written": written}
         if trainer.is_world_process_zero():
             write_json(folder.summary, summary)
             show_answers(self.say, shown.records)
@@ -271,34 +293,3 @@ class CheckPacking(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Raise UserError if they do."""
         check_isolation(model, self.collate)
-
-
-class ShowAnswers(TrainerCallback):
-    """Answer the recipe's questions before the first step and after the last.
-
-    Args:
-        questions: The questions.
-        tokenizer: The model's tokenizer.
-        max_new_tokens: Most tokens of an answer.
-
-    Attributes:
-        records: Per question its text, the expected answer, and the answers before and after.
-    """
-
-    def __init__(self, questions: Sequence[Question], tokenizer: Any, max_new_tokens: int):
-        self.questions, self.tokenizer, self.max_new_tokens = questions, tokenizer, max_new_tokens
-        self.records = [{"question": each.text, "expected": each.expected, "before": "", "after": ""} for each in questions]
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Answer with the model as it was loaded, unless the run was resumed."""
-        if state.global_step == 0:
-            self.answer(model, "before")
-
-    def answer(self, model: Any, when: str) -> None:
-        """Answer all questions, and record the answers as `before` or `after`. A collective."""
-        if not self.questions:
-            return
-        turns, separators = [each.turns for each in self.questions], [each.separator for each in self.questions]
-        answers = generate(model, self.tokenizer, turns, max_new_tokens=self.max_new_tokens, separator=separators)
-        for record, answer in zip(self.records, answers):
-            record[when] = answer

@@ -27,7 +27,7 @@ from ftkit.report.text import GIB, literal
 from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.train.callbacks import peak_device_bytes, peak_host_bytes
 from ftkit.train.divergence import diverged_steps
-from ftkit.train.held_out import read_before, write_rows
+from ftkit.train.held_out import NAMES, read_before, write_rows
 from ftkit.train.trainer import RecipeTrainer
 
 PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
@@ -71,7 +71,6 @@ def summarise(
         "eval_loss_after": eval_after["loss"] if eval_after else None,
         "eval_before": eval_before,
         "eval_after": eval_after,
-        "best": _best(trainer),
         "peaks_per_rank": comm.all({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()}),
         # Measured device bytes are those of torch's allocator, without the runtime.
         "planned_per_rank": {
@@ -102,16 +101,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
 
 
-def _best(trainer: RecipeTrainer) -> dict[str, Any] | None:
-    """Return the step with the lowest held-out loss, also of the runs that this one resumed; None without one."""
-    state = trainer.state
-    found = [(float(each.summary()["loss"]), each.step) for each in trainer.held_out if each.step > 0]
-    if state.best_metric is not None and state.best_global_step:
-        found.append((state.best_metric, state.best_global_step))
-    loss, step = min((each for each in found if math.isfinite(each[0])), default=(math.nan, 0))
-    return {"step": step, "loss": loss} if step else None
-
-
 def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
     if trainer.engine.compute_dtype != torch.float16:
         return None
@@ -120,7 +109,7 @@ def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
     return {"fp32_modules": modules.found, "text": text}
 
 
-def show_answers(console: Console, records: list[dict[str, str]]) -> None:
+def show_answers(console: Console, records: list[dict[str, Any]]) -> None:
     """Show each sample prompt with the answers before and after training, and the one in the data."""
     for record in records:
         console.print(f"\n[bold]{literal(record['question'])}[/]")
@@ -144,6 +133,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     made = f"{steps - before} on {counted(summary['world_size'], 'rank')}, {summary['seconds']:.1f} s"
     made += f", {speed:,.0f} tokens/s" if speed else ""
     lines.append(("steps", f"{steps}: {before} before this start; {made}" if before else made))
+    if summary["stopped_early"]:
+        lines.append(("early stopping", summary["stopped_early"]["text"]))
     if summary["divergences"]:
         lines.append(("diverged", f"{counted(summary['divergences'], 'step')}: {folder.divergences}"))
     loss = summary["train_loss"]
@@ -164,8 +155,9 @@ def _evaluated(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if after is None:
         return []
     lines = []
-    for name, key in (("held-out loss", "loss"), ("perplexity", "perplexity"), ("accuracy", "accuracy")):
+    for key, name in NAMES.items():
         lines.append((name, (f"{before[key]:.4f} before, " if before else "") + f"{after[key]:.4f} after"))
     if best is not None and best["step"] < summary["steps"]:
-        lines.append(("best", f"held-out loss {best['loss']:.4f} after step {best['step']}; model/ is of the last step"))
+        value = f"{NAMES[best['metric']]} {best['value']:.4f}"
+        lines.append(("best", f"{value} after step {best['step']}; model/ is of the last step"))
     return lines

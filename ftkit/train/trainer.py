@@ -10,6 +10,7 @@ Cost: up to one step of rows is left out of each epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -71,11 +72,16 @@ class RecipeTrainer(Trainer):
     Args:
         order: Order of the training samples (`StepOrder`).
         step_sequences: See `WholeSteps`.
-        metrics: Names from the recipe's `eval.metrics`.
+        metrics: Names of the recipe's metrics.
         seq2seq: Whether the model is an encoder-decoder.
         groups: The recipe's `optimizer.groups`.
         noted: Notes about the run that each checkpoint stores.
         plan: How memory is used. None lets the Trainer plan.
+
+    Attributes:
+        held_out: Results of the evaluations of this process.
+        answers: Answers to the sample prompts (`ShowAnswers`), which each checkpoint stores.
+        losses: Losses of the last steps.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class RecipeTrainer(Trainer):
         self.wanted_metrics, self.seq2seq = metrics, seq2seq
         self.groups = groups
         self.held_out: list[HeldOut] = []
+        self.answers: list[dict[str, Any]] = []
         self.losses = LossWindow()
         self._step_loss: float | torch.Tensor = 0.0
         self._noted = noted
@@ -127,6 +134,8 @@ class RecipeTrainer(Trainer):
         return self.order
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_training_stop:  # early stopping, by the evaluations of the checkpoint
+            return
         # After a resume inside an epoch, neither transformers nor accelerate finds the sampler behind the skipped batches.
         self.order.order.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)
@@ -171,12 +180,12 @@ class RecipeTrainer(Trainer):
 
     @property
     def noted(self) -> dict[str, Any]:
-        """See `TrainerMixin.noted`: also the losses that the next step is compared with."""
-        return {**self._noted, "losses": list(self.losses.losses)}
+        """See `TrainerMixin.noted`: also the losses that the next step is compared with, and the answers so far."""
+        return {**self._noted, "losses": list(self.losses.losses), "answers": deepcopy(self.answers)}
 
     def take_noted(self, path: Path, noted: dict[str, Any]) -> None:
-        """Take the losses that a checkpoint stores."""
-        self.losses = LossWindow(noted.get("losses", []))
+        """Take the losses and the answers that a checkpoint stores."""
+        self.losses, self.answers = LossWindow(noted.get("losses", [])), noted.get("answers", [])
 
     # --- evaluation
 

@@ -42,6 +42,8 @@ def test_a_run_is_drawn_with_progress_and_curves(tmp_path):
     assert '<progress value="30" max="120">' in drawn
     charts = page.findall(".//svg")
     assert [chart.get("aria-label").partition(":")[0] for chart in charts] == ["Loss", "Gradient norm"]
+    folder.summary.write_text('{"stopped_early": {"text": "ended early at step 30: <no better loss>"}}')
+    assert "ended early at step 30: &lt;no better loss&gt;<progress" in live.html()
     assert all(path.get("d").count("L") == 29 for path in page.findall(".//path[@class='line s0']"))
 
 

@@ -144,6 +144,22 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
     assert json.loads((folder / "report.json").read_text())["why"] == "rank 1 died <SIGKILL>"
 
 
+def test_answers_by_step(tmp_path):
+    """The last three evaluations are shown, the earlier ones folded. An evaluation of the last step is not shown twice."""
+    during = [{"step": step, "answer": f"at {step}"} for step in (1000, 2000, 3000, 4000, 5000)]
+    sample = {"question": "3+1?", "before": "B", "during": during, "after": "", "expected": "4"}
+
+    def shown(name, **files):
+        text = check(refresh(run_folder(tmp_path / name, **files)).read_text())
+        folded, unfolded = re.search(r"<details>(.*?)</details>(.*?)</article>", text, re.DOTALL).groups()
+        return [re.findall("<dt>(.*?)</dt>", part) for part in (folded, unfolded)]
+
+    steps = [f"after step {each['step']}" for each in during]
+    assert shown("going", report={"status": "running", "answers": [sample]}) == [steps[:2], [*steps[2:], "expected"]]
+    over = {"answers": [{**sample, "after": "at 5000"}], "steps": 5000}
+    assert shown("over", summary=over) == [steps[:1], [*steps[1:4], "after training", "expected"]]
+
+
 def test_what_a_loss_that_went_wrong_leaves(tmp_path):
     metrics = lines(6, loss=lambda step: None if step == 4 else 2.0)
     events = [{"step": 4, "reason": "the loss is nan", "action": "skip"}, {"step": 7, "reason": "a spike", "action": "stop"}]
@@ -163,7 +179,8 @@ def test_hostile_text_stays_text(tmp_path_factory, texts):
     question, answer, why, command, device, name, reason, problem, recipe = texts
     trace = as_chrome(Timeline([Part(name, f"forward {name}", 0.0, 0.25)], 1.0, 3, "cpu"))
     plan = {**PLAN, "why": [why], "tiers": {"host": {**PLAN["tiers"]["host"], "purposes": {name: 1 << 30}}}}
-    answers = [{"question": question, "before": answer, "after": answer, "expected": answer}]
+    during = [{"step": step, "answer": answer} for step in range(1, 6)]
+    answers = [{"question": question, "before": answer, "during": during, "after": answer, "expected": answer}]
     run_folder(
         folder,
         metrics=lines(3),
