@@ -544,8 +544,8 @@ FAULTS = (
     _fault(
         "a checkpoint forgets the losses that steps are judged by",
         "ftkit/train/trainer.py",
-        '        self.losses = LossWindow(noted.get("losses", []))\n',
-        "        self.losses = LossWindow()\n",
+        'self.losses, self.answers = LossWindow(noted.get("losses", [])), ',
+        "self.losses, self.answers = LossWindow(), ",
         "tests/test_divergence.py::test_a_resumed_run_judges_as_the_first",
     ),
     _fault(
