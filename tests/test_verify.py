@@ -132,7 +132,13 @@ def test_a_planted_fault_is_caught(fault, home, worlds, tmp_path):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    "sections", [{"adapter": {"rank": 4}}, {"train": {"batch_tokens": 192, "dtype": "bf16"}}, {"model": "new"}]
+    "sections",
+    [
+        {"adapter": {"rank": 4}},
+        {"train": {"batch_tokens": 192, "dtype": "bf16"}},
+        {"model": "new"},
+        {"optimizer": {"name": "stable_adamw", "lr": 1e-3}},
+    ],
 )
 def test_adapters_narrow_dtypes_and_new_models_are_compared_with_stock(sections, home, worlds, tmp_path):
     wanted = (PLANNED, STOCK, "1 rank")

@@ -7,6 +7,7 @@ are ours (`ftkit/spec/update_rules.py`) or transformers'.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -82,7 +83,20 @@ def _own_name(name: Any) -> Any:
 
 DEFAULT_BETAS = {"adamw": (0.9, 0.95)}
 """Decay of the moments where a recipe differs from the rule's own default."""
-_KINDS = {bool: "true or false", int: "a number of steps, 0 or more", float: "a number, 0 or more"}
+_NULL = "`{}: null` takes away the key of a recipe that this one extends"
+_KINDS = {
+    "bool": "true or false",
+    "int": "a number of steps, 0 or more",
+    "float": "a number, 0 or more",
+    "fraction": "a number from 0, below 1",
+}
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "bool": lambda value: isinstance(value, bool),
+    "int": lambda value: type(value) is int and value >= 0,
+    "float": lambda value: type(value) in (int, float) and value >= 0,
+    "fraction": lambda value: type(value) in (int, float) and 0 <= value < 1,
+}
+_FRACTIONS = {("sgd", "momentum"), ("rmsprop", "momentum"), ("rmsprop", "alpha"), ("ademamix", "beta3")}
 
 
 class Optimizer(Section):
@@ -116,16 +130,18 @@ class Optimizer(Section):
         for key, default in {"betas": DEFAULT_BETAS.get(self.name), "eps": None}.items():
             given = getattr(self, key)
             if given is not None and key not in rule.settings:
-                raise ValueError(f"{key} is not a setting of {self.name}; remove it, or set it to null")
+                raise ValueError(f"{key} is not a setting of {self.name}; remove it; {_NULL.format(key)}")
             if given is None:  # the recipe is frozen once it is made
                 object.__setattr__(self, key, default or rule.settings.get(key))
         for key, value in self.args.items():
             if key not in rule.arguments:
                 known = ", ".join(rule.arguments) or "no further settings"
                 raise ValueError(f"args.{key} is not a setting of {self.name}, which has {known}")
-            wanted = bool if isinstance(rule.arguments[key], bool) else (int, float)
-            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or value < 0:
-                raise ValueError(f"args.{key}: found {brief(value)}, needs {_KINDS[type(rule.arguments[key])]}")
+            kind = "fraction" if (self.name, key) in _FRACTIONS else type(rule.arguments[key]).__name__
+            if not _FITS[kind](value):
+                raise ValueError(f"args.{key}: found {brief(value)}, needs {_KINDS[kind]}")
+        if self.args.get("nesterov") and not self.args.get("momentum"):
+            raise ValueError("args.nesterov needs args.momentum")
         return self
 
     @model_validator(mode="after")
@@ -144,7 +160,7 @@ def _check_schedule(optimizer: Optimizer) -> None:
     """Raise ValueError for keys of the schedule that exclude each other."""
     name, arguments, least = optimizer.schedule, optimizer.schedule_args, optimizer.min_lr
     if optimizer.warmup_steps and optimizer.warmup_ratio:
-        raise ValueError("found both `warmup_steps` and `warmup_ratio`; keep one")
+        raise ValueError(f"found both `warmup_steps` and `warmup_ratio`; keep one; {_NULL.format('warmup_steps')}")
     if name in FOLLOWING and (optimizer.warmup_steps or optimizer.warmup_ratio):
         raise ValueError(f"schedule {name} has no warm-up; set warmup_steps and warmup_ratio to 0")
     if name in WITHOUT_ARGUMENTS and arguments:

@@ -7,7 +7,7 @@ as in torch.optim; a checkpoint has one file per kind and flat parameter. A new 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,10 @@ class UpdateRule:
             raise ValueError(f"{unknown[0]} is not a setting of {self.name}; it has {', '.join(self.settings)}")
         needed = tuple(moment for key, moment in self.optional.items() if settings.get(key, self.settings[key]))
         return replace(self, moments=self.moments + needed, settings={**self.settings, **settings}, optional={})
+
+    def needed(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the settings that need a moment, each as large as in any group."""
+        return {key: max(group.get(key, 0) for group in groups) for key in self.optional}
 
     @property
     def arguments(self) -> dict[str, Any]:

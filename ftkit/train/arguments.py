@@ -73,7 +73,10 @@ def _rule_arguments(optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.betas is not None:
         arguments |= {"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1]}
     if optimizer.eps is not None:
-        own["eps"] = optimizer.eps
+        if optimizer.betas is None:
+            own["eps"] = optimizer.eps
+        else:
+            arguments["adam_epsilon"] = optimizer.eps
     return {**arguments, "optim_args": ",".join(f"{key}={value}" for key, value in own.items()) or None}
 
 

@@ -28,6 +28,7 @@ from ftkit.hf.fp16.search import BATCHES
 from ftkit.hf.generate.evaluation import row_statistics
 from ftkit.hf.kernels.attention import is_packed
 from ftkit.hf.kernels.head import usable_loss
+from ftkit.hf.trainer.optimizers import optimizer_by_name
 from ftkit.hf.trainer.trainer import Trainer
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.plan import Plan
@@ -119,6 +120,11 @@ class RecipeTrainer(Trainer):
         self.add_callback(NoSteps)
         self.train(resume_from_checkpoint=checkpoint)
         self.remove_callback(NoSteps)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """Return the recipe's optimizer, also without the engine."""
+        return optimizer_by_name(args)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer as the Trainer does, then give the recipe's groups their own settings."""

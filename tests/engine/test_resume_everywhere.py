@@ -24,8 +24,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ftkit.engine.checkpoint.loading import load_checkpoint
+from ftkit.engine.checkpoint.saving import save_checkpoint
+from ftkit.errors import UserError
+from ftkit.hf.trainer.optimizers import SHARDED
+from tests.engine import families
 from tests.engine.resuming import Log, Side, Writing, on_disk, read, write
-from tests.engine.trajectory import Record, differences
+from tests.engine.trajectory import Record, differences, shard_model
 from tests.pairwise import pairwise
 from tests.worlds import Worlds
 
@@ -164,3 +169,22 @@ def test_every_pair_of_settings_goes_on(worlds: Worlds, written: Written, row: R
 @pytest.mark.parametrize("row", SLOW_ROWS, ids=str)
 def test_every_pair_goes_on_between_every_two_tiers(worlds: Worlds, written: Written, row: Row) -> None:
     check(worlds, written, row)
+
+
+def resumed_without_a_moment(folder: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Save SGD or RMSprop with some settings, and load it into a run with others."""
+    rule = "rmsprop" if "centered" in {**saved, **now} else "sgd"
+    for settings in (saved, now):
+        units = shard_model(families.build("llama"), Side().strategy)
+        optimizer = SHARDED[rule](units, lr=1e-3, **settings)
+        if settings is saved:
+            save_checkpoint(folder, units, optimizer)
+    with pytest.raises(UserError, match=r"and this run's keeps .*: set momentum( and centered)? as it was"):
+        load_checkpoint(folder, units, optimizer)
+
+
+@pytest.mark.parametrize(("saved", "now"), [({"momentum": 0.9}, {}), ({}, {"momentum": 0.9}), ({"centered": True}, {})])
+def test_a_run_that_keeps_other_moments_is_refused(
+    world1: Any, saved: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
+    world1.run(resumed_without_a_moment, str(tmp_path / "saved"), saved, now)

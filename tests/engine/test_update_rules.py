@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ftkit.hf.trainer.optimizers import KNOWN, SHARDED
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.update_rules import RULES
 from tests.engine import gradients
+from tests.engine.trajectory import late_transfers
 
 STEPS, CLOSE = 20, 1e-6
 SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61)}
@@ -219,12 +221,13 @@ def test_so_is_the_reference_that_a_gpu_uses(world1, case):
 
 
 def small_pieces_on(case: str, tier: str, stage: int, deferred: bool) -> None:
-    """On every rank: see `run`; a piece of the sums over tensors is 4096 elements."""
+    """On every rank: see `run`. Pieces of the sums over tensors have 4096 elements; a deferred update ends late."""
     before = stable_adamw.PIECE_NUMEL
     stable_adamw.PIECE_NUMEL = 4096
     try:
         placed = {"gradients": tier if stage > 1 else "device", "state": tier}
-        run(case, stage=stage, update="deferred" if deferred else "now", **placed)
+        with late_transfers(0.02) if deferred else nullcontext():
+            run(case, stage=stage, update="deferred" if deferred else "now", **placed)
     finally:
         stable_adamw.PIECE_NUMEL = before
 
@@ -259,3 +262,16 @@ def test_every_class_of_a_plain_optimizer_has_a_sharded_form():
 def test_a_setting_that_a_rule_has_not_is_refused():
     with pytest.raises(ValueError, match="nesterov is not a setting of lion; it has lr, betas, weight_decay"):
         plain.Lion([nn.Parameter(torch.zeros(2))], nesterov=True)
+
+
+def groups_of_their_own() -> None:
+    """A setting that needs a moment, in one group alone."""
+    model, comm = OneBlock(), Communicator(torch.device("cpu"))
+    units = shard(model, [("block", model.block)], comm=comm, strategy=Strategy.of())
+    parameters = list(model.parameters())
+    optimizer = SHARDED["sgd"](units, [{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}])
+    assert optimizer.rule.moments == ("momentum_buffer",)
+
+
+def test_a_group_may_need_a_moment_that_the_others_do_not(world1):
+    world1.run(groups_of_their_own)

@@ -142,6 +142,11 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
         odd = [key for key in _known(optimizer) & set(group) if not alike(group[key], own.get(key, own["lr"]))]
         if odd:
             raise BrokenCheckpoint(f"{folder / MANIFEST}: optimizer.groups is not valid ({min(odd)})")
+    former = optimizer.kind.of(optimizer.kind.needed(groups))
+    if former.moments != optimizer.rule.moments:
+        then, here = (", ".join(rule.moments) or "no moments" for rule in (former, optimizer.rule))
+        keys = " and ".join(optimizer.kind.optional)
+        raise UserError(f"{folder}: its {kind} keeps {then}, and this run's keeps {here}: set {keys} as it was")
     scale = saved["loss_scale"]
     if not alike(scale, asdict(LossScale())) or not 0 < scale["value"] < math.inf:
         raise BrokenCheckpoint(f"{folder / MANIFEST}: optimizer.loss_scale is not valid")

@@ -10,8 +10,9 @@ from ftkit.spec.update_rules import ADAGRAD
 
 
 class ShardedAdagrad(ShardedOptimizer):
-    """Adagrad over shards. Settings as in `torch.optim.Adagrad`, whose sums begin at zero.
+    """Adagrad over shards, as `torch.optim.Adagrad` with sums that begin at zero.
 
+    Settings: lr=1e-2, lr_decay=0.0, eps=1e-10, weight_decay=0.0.
     Source: Duchi et al., JMLR 12, 2011.
     """
 

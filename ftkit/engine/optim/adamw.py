@@ -14,8 +14,9 @@ from ftkit.spec.update_rules import ADAMW
 
 
 class ShardedAdamW(ShardedOptimizer):
-    """AdamW over shards. Settings as in `torch.optim.AdamW`; `units` and `params` as in `ShardedOptimizer`.
+    """AdamW over shards, as `torch.optim.AdamW`; `units` and `params` as in `ShardedOptimizer`.
 
+    Settings: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2.
     Source: Loshchilov and Hutter, arXiv:1711.05101.
     """
 

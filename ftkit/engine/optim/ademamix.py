@@ -12,10 +12,12 @@ from ftkit.spec.update_rules import ADEMAMIX
 
 
 class ShardedAdEMAMix(ShardedOptimizer):
-    """AdEMAMix over shards. Settings as in `torch.optim.AdamW`, and:
+    """AdEMAMix over shards.
 
-    - `beta3`: decay of the slow average, after `t_beta3` steps (0: at once) in which it grows from `betas[0]`
-    - `alpha`: weight of the slow average, after `t_alpha` steps (0: at once) in which it grows from 0
+    Settings: lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2 as AdamW's, and
+
+    - beta3=0.9999: decay of the slow average. It grows from `betas[0]` during the first `t_beta3` steps (0: none).
+    - alpha=5.0: weight of the slow average. It grows from 0 during the first `t_alpha` steps (0: none).
 
     Source: Pagliardini et al., arXiv:2409.03137.
     """

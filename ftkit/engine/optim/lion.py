@@ -10,8 +10,9 @@ from ftkit.spec.update_rules import LION
 
 
 class ShardedLion(ShardedOptimizer):
-    """Lion over shards. Settings: `lr`, `betas`, `weight_decay` (decoupled, times `lr`).
+    """Lion over shards. Weight decay is multiplied by `lr`, as AdamW's.
 
+    Settings: lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0.
     Source: Chen et al., arXiv:2302.06675.
     """
 

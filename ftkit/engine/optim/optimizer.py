@@ -44,7 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         units: The sharded model.
         params: Parameters or groups of the sharded model, as for any torch optimizer. None takes all trainable ones.
         loss_scale: None takes a dynamic one if any trained weights are fp16, else none.
-        settings: Settings of the rule, as `lr`; see `ftkit/spec/update_rules.py`.
+        settings: Settings of the rule, as `lr`. A group may have its own.
 
     Raises:
         UserError: Nothing can be trained, or the parameters changed since the model was sharded.
@@ -78,6 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.hyper_parameters = frozenset(self.rule.settings)  # `take_groups` may add keys that no rule reads
         every = [parameter for flat in units.trainable for parameter in flat.parameters]
         super().__init__(every if params is None else params, dict(self.rule.settings))
+        self.rule = self.kind.of({**settings, **self.kind.needed(self.param_groups)})
         self.updater = Updater(units.tiers, self.update_piece)
 
     # --- groups

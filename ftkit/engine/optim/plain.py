@@ -1,7 +1,7 @@
 """Update rules over ordinary parameters, for optimizers that torch does not have.
 
 `ftkit.Accelerator.prepare` and the Trainer replace such an optimizer by its sharded form, as they do with AdamW of torch.
-Without the engine it steps by itself, with the reference arithmetic of the rule.
+Without the engine it steps by itself, with the reference arithmetic of the rule, on fp32 parameters.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from ftkit.spec.update_rules import RMSPROP
 
 
 class ShardedRMSprop(ShardedOptimizer):
-    """RMSprop over shards. Settings as in `torch.optim.RMSprop`.
+    """RMSprop over shards, as `torch.optim.RMSprop`.
 
+    Settings: lr=1e-2, alpha=0.99, eps=1e-8, momentum=0.0, centered=False, weight_decay=0.0.
     Source: Tieleman and Hinton, lecture 6.5 of Neural Networks for Machine Learning, 2012; Graves, arXiv:1308.0850.
     """
 

@@ -10,16 +10,18 @@ from ftkit.spec.update_rules import SGD
 
 
 class ShardedSGD(ShardedOptimizer):
-    """SGD over shards. Settings as in `torch.optim.SGD`, without dampening."""
+    """SGD over shards, as `torch.optim.SGD` without dampening.
+
+    Settings: lr=1e-3, momentum=0.0, nesterov=False, weight_decay=0.0.
+    """
 
     kind = SGD
 
     def host_update(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
         """See `ShardedOptimizer.host_update`."""
         numbers = {key: group[key] for key in ("lr", "momentum", "weight_decay")}
-        nesterov = group.get("nesterov", False)  # checkpoints of earlier versions have none
-        buffer = at.moments.get("momentum_buffer")
-        self.host.sgd(at.master, at.gradient, buffer, at.weight, factor=factor, nesterov=nesterov, **numbers)
+        buffer = at.moments["momentum_buffer"] if group["momentum"] else None
+        self.host.sgd(at.master, at.gradient, buffer, at.weight, factor=factor, nesterov=group["nesterov"], **numbers)
 
     @staticmethod
     def update(at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
@@ -28,5 +30,5 @@ class ShardedSGD(ShardedOptimizer):
             gradient = gradient.add(at.master, alpha=group["weight_decay"])
         if group["momentum"]:
             buffer = at.moments["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-            gradient = gradient.add(buffer, alpha=group["momentum"]) if group.get("nesterov") else buffer
+            gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         at.master.add_(gradient, alpha=-group["lr"])

@@ -22,8 +22,9 @@ from ftkit.spec.update_rules import STABLE_ADAMW
 
 
 class ShardedStableAdamW(ShardedOptimizer):
-    """StableAdamW over shards. Settings as in `torch.optim.AdamW`; betas are debiased, as in the source.
+    """StableAdamW over shards. The correction of the moments' bias is in the betas, as in the source.
 
+    Settings: lr=1e-3, betas=(0.9, 0.99), eps=1e-6, weight_decay=1e-2.
     Source: Wortsman et al., arXiv:2304.13013, algorithm 2.
     """
 
@@ -31,6 +32,7 @@ class ShardedStableAdamW(ShardedOptimizer):
 
     def prepare_steps(self, steps: Sequence[FlatStep]) -> Sequence[FlatStep]:
         """Divide the learning rate of each tensor by its RMS, if that is above 1. A collective."""
+        self.updater.settle()  # a file may still get the moments of the last step
         counts = [len(step.groups) for step in steps]
         sums = torch.zeros(sum(counts), dtype=torch.float64)
         for step, own in zip(steps, sums.split(counts)):

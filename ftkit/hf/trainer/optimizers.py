@@ -82,7 +82,7 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedTransforme
     for key in known.unsupported:
         if any(group.get(key) for group in optimizer.param_groups):
             raise UserError(f"{name}: {key} has no sharded form; leave it off")
-    made = known.sharded(units, **_needed(known.sharded, optimizer.param_groups))
+    made = known.sharded(units, **known.sharded.kind.needed(optimizer.param_groups))
     made.take_groups(optimizer.param_groups)
     made.defaults = {**made.defaults, **optimizer.defaults}  # schedules read them: polynomial, OneCycleLR
     # A scheduler that was made for the original asks it whether a step was made.
@@ -98,12 +98,7 @@ def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule:
 def rule_of_class(kind: Any, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
     """Return the update rule of a class of optimizers, with the moments that the settings of the groups need."""
     known = KNOWN.get(kind)
-    return ADAMW if known is None else known.sharded.kind.of(_needed(known.sharded, groups))
-
-
-def _needed(sharded: type[ShardedOptimizer], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings that need a moment, if any group sets them."""
-    return {key: max(group.get(key, 0) for group in groups) for key in sharded.kind.optional}
+    return ADAMW if known is None else known.sharded.kind.of(known.sharded.kind.needed(groups))
 
 
 def rule_by_name(args: Any) -> UpdateRule:
