@@ -53,7 +53,7 @@ def changed(folder, **fields):
         ("engine={stage: 1, parameters: host}", "parameters"),
         ("memory.host_gib=0.001", "does not fit"),
         ("engine.state=nvme", "set memory.nvme_dir to a folder"),
-        ("optimizer.schedule=warmup_stable_decay", "the schedule warmup_stable_decay refuses no arguments"),
+        ("optimizer.schedule=warmup_stable_decay", "the schedule warmup_stable_decay needs arguments"),
         ("optimizer={schedule: polynomial, warmup_steps: 2}", "cannot decay in a run of 2 steps with a warm-up of 2"),
         ("optimizer.groups=[{match: head, lr: 1}, {match: lm_, lr: 1}]", "groups.1.match: 'lm_' matches only parameters"),
         ("optimizer.groups=[{match: typo, lr: 1}]", "'typo' matches no trained parameter; names are such as model.emb"),
@@ -71,7 +71,7 @@ def test_a_warmup_of_all_steps_of_the_epochs(home):
 
 def test_the_optimizer_is_checked_before_the_rows(home):
     empty = "data.path=/dev/null"
-    assert "refuses no arguments" in refused(home, empty, "optimizer.schedule=warmup_stable_decay")
+    assert "needs arguments" in refused(home, empty, "optimizer.schedule=warmup_stable_decay")
     assert "matches no trained parameter" in refused(home, empty, "optimizer.groups=[{match: typo, lr: 1}]")
 
 

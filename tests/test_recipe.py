@@ -58,6 +58,11 @@ output:    {dir: runs/llama2-13b, save_every_steps: 100, keep: 2}
     assert read.data.all_sources[0].path == "data/alpaca.jsonl"
 
 
+def test_null_takes_a_key_away():
+    read = parse(SMALL + "optimizer: {warmup_steps: 5, lr: 1e-3}\n", "r.yaml", ["optimizer.warmup_steps=null", "train=null"])
+    assert (read.optimizer.warmup_steps, read.optimizer.lr) == (0, 1e-3)
+
+
 def test_numbers_that_yaml_1_1_takes_for_text():
     read = parse(SMALL + "optimizer: {lr: 2e-5, eps: 1E-9, weight_decay: 1e+2}\n", "r.yaml", ["optimizer.lr=3e-4"])
     assert (read.optimizer.lr, read.optimizer.eps, read.optimizer.weight_decay) == (3e-4, 1e-9, 100.0)

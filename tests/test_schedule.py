@@ -302,8 +302,8 @@ def test_what_a_recipe_may_not_say(optimizer, words):
     [
         ({"schedule_args": {"num_cycle": 2}}, "schedule_args: the schedule cosine refuses {'num_cycle': 2}: "),
         ({"schedule_args": {"num_cycle": 2}}, "unexpected keyword argument 'num_cycle'; it has num_cycles"),
-        ({"schedule": "warmup_stable_decay"}, "refuses no arguments: .*'num_decay_steps'"),
-        ({"schedule": "cosine_with_min_lr"}, "refuses no arguments: One of min_lr or min_lr_rate"),
+        ({"schedule": "warmup_stable_decay"}, "needs arguments: .*'num_decay_steps'"),
+        ({"schedule": "cosine_with_min_lr"}, "needs arguments: One of min_lr or min_lr_rate"),
         ({"schedule": "polynomial", "schedule_args": {"power": "two"}}, "the schedule polynomial refuses"),
         ({"schedule": "polynomial", "schedule_args": {"last_epoch": 3}}, "the schedule polynomial refuses"),
         ({"schedule": "inverse_sqrt", "schedule_args": {"timescale": 0}}, "refuses {'timescale': 0}.* it has timescale"),

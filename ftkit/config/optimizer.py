@@ -150,6 +150,13 @@ class Optimizer(Section):
         return self
 
     @property
+    def described(self) -> str:
+        """Rule and schedule for a reader."""
+        end = "" if self.min_lr is None else f" to {self.min_lr:g}"
+        warmup = f"{self.warmup_ratio:g} of the steps" if self.warmup_ratio else f"{self.warmup_steps} steps"
+        return f"{self.name}, peak learning rate {self.lr:g}, {self.schedule}{end}, warm-up {warmup}"
+
+    @property
     def rule(self) -> UpdateRule:
         """The update rule with these settings."""
         own = {key: value for key in ("lr", "weight_decay", "betas", "eps") if (value := getattr(self, key)) is not None}

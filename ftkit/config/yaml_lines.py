@@ -123,7 +123,8 @@ def override(document: Document, assignment: str) -> None:
 
     Args:
         document: Changed in place. An assignment that does not fit is added to its `problems`.
-        assignment: `key.sub=value`, with a value in YAML. A number in the path is an index into an existing list.
+        assignment: `key.sub=value`, with a value in YAML. A number in the path is an index into an existing list. null takes
+            the key away, as in a file that extends another.
     """
     place = f"--set {assignment}"
     key, equals, text = assignment.partition("=")
@@ -131,7 +132,10 @@ def override(document: Document, assignment: str) -> None:
     try:
         if not equals:
             raise ValueError("needs the form key.sub=value, for example optimizer.lr=1e-5")
-        _section_of(path, document.values)[path[-1]] = yaml.load(text, _Loader)
+        section, value = _section_of(path, document.values), yaml.load(text, _Loader)
+        section[path[-1]] = value
+        if value is None and isinstance(section, dict):
+            del section[path[-1]]
     except (yaml.YAMLError, ValueError) as error:
         document.problems.append(Problem(place, "", _reason(error)))
     except (LookupError, TypeError):

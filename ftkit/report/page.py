@@ -190,6 +190,7 @@ def _environment(facts: Facts) -> Iterator[tuple[str, str]]:
         "resumed from": facts.standing.get("resumed_from"),
         "device": facts.fact("device"),
         "compute dtype": facts.fact("dtype"),
+        "optimizer": facts.fact("optimizer"),
         "ranks": facts.ranks,
         "cores": "; ".join(dict.fromkeys(facts.fact("cores_per_rank") or ())),
         "strategy": strategy.get("says"),

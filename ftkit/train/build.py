@@ -202,6 +202,7 @@ def notices(recipe: Recipe, parts: Parts) -> list[str]:
         key = "warmup_ratio" if recipe.optimizer.warmup_ratio else "warmup_steps"
         given = getattr(recipe.optimizer, key)
         lines.append(f"warning: optimizer.{key} is {given} and the run has {counted(steps, 'step')}")
+    lines.append(f"optimizer: {recipe.optimizer.described}")
     lines += check_groups(parts.model, recipe.optimizer.groups)
     length, positions = recipe.data.sequence_tokens, positions_of(parts.model)
     if positions and length > positions:

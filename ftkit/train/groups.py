@@ -22,7 +22,7 @@ def group_of(name: str, groups: Sequence[Group]) -> Group | None:
 
 
 def check_groups(model: torch.nn.Module, groups: Sequence[Group]) -> list[str]:
-    """Return a line for each group of a recipe, with the number of its parameters.
+    """Return a line for each group of a recipe, with the number of its tensors.
 
     Args:
         model: The model, on any device.
@@ -42,7 +42,7 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Group]) -> list[str]:
                 + ("only parameters of the groups before it" if taken else "no trained parameter")
                 + f"; names are such as {examples}"
             )
-    return [f"group {group.match!r}: {counted(count, 'parameter')}" for group, count in zip(groups, counts)]
+    return [f"group {group.match!r}: {counted(count, 'tensor')}" for group, count in zip(groups, counts)]
 
 
 def split_groups(optimizer: torch.optim.Optimizer, model: torch.nn.Module, groups: Sequence[Group]) -> None:

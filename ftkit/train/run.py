@@ -205,6 +205,7 @@ class Job:
             "resumed_from": None if checkpoint is None else Path(checkpoint).name,
             "device": device_name(),
             "dtype": compute_dtype(recipe.train.dtype),
+            "optimizer": recipe.optimizer.described,
             "versions": versions(),
             "plan": parts.plan.as_dict(),
             "simulated": simulated(parts.plan.speed),
@@ -245,7 +246,7 @@ class Job:
         dtype = compute_dtype(self.recipe.train.dtype)
         summary = summarise(trainer, trainer.plan, folder, seconds, dtype, self.before)
         summary |= {"best": early.best, "stopped_early": early.stopped, "answers": shown.records}
-        summary |= {"problem": problem, "model_written": written}
+        summary |= {"optimizer": self.recipe.optimizer.described, "problem": problem, "model_written": written}
         if trainer.is_world_process_zero():
             write_json(folder.summary, summary)
             show_answers(self.say, shown.records)

@@ -68,9 +68,9 @@ def check_schedule(optimizer: Optimizer, steps: int) -> None:
             raise UserError(
                 f"optimizer.schedule: {name} cannot decay in a run of {steps} steps with a warm-up of {warmup}; shorten it"
             ) from None
+        found = f"refuses {arguments}" if arguments else "needs arguments"
         raise UserError(
-            f"optimizer.schedule_args: the schedule {name} refuses {arguments or 'no arguments'}: {error}; "
-            f"it has {', '.join(_known(name))}"
+            f"optimizer.schedule_args: the schedule {name} {found}: {error}; it has {', '.join(_known(name))}"
         ) from error
 
 
