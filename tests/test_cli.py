@@ -217,7 +217,7 @@ def test_what_a_user_should_know_before_the_first_step(capsys, places, base, tmp
     assert leave("finetune", places(), "--dry-run", "--nproc", "1", *changes) == 0
     said = capsys.readouterr().out
     assert "warning: optimizer.warmup_ratio is 0.9 and the run has 2 steps" in said
-    assert "group 'norm': 5 parameters" in said
+    assert "group 'norm': 5 tensors" in said
     make_tokenizer(tmp_path / "bare", template=None)
     quiet = [f"model.tokenizer={tmp_path / 'bare'}", "output.save_every_steps=1"]
     assert leave("finetune", places(), "--dry-run", "--nproc", "1", *(w for each in quiet for w in ("--set", each))) == 0
