@@ -550,10 +550,10 @@ def test_the_last_checkpoints_and_the_best_are_kept(home, worlds):
     output = {"dir": str(home / "best"), "save_every_steps": 2, "keep": 1}
     text = recipe(home, "best", eval=held_out, output=output, optimizer={"lr": 3.0, "schedule": "constant"})
     summary = worlds[2].run(job, text)[0]
-    told = {record["step"]: record["eval_loss"] for record in records(home / "best") if "eval_loss" in record}
-    best = min((step for step in told if step), key=told.__getitem__)
+    losses_by_step = {record["step"]: record["eval_loss"] for record in records(home / "best") if "eval_loss" in record}
+    best = min((step for step in losses_by_step if step), key=losses_by_step.__getitem__)
     assert best != 10
-    assert summary["best"] == {"step": best, "metric": "loss", "value": told[best]}
+    assert summary["best"] == {"step": best, "metric": "loss", "value": losses_by_step[best]}
     assert {path.name for path in (home / "best").glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-10"}
 
 

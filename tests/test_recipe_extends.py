@@ -1,4 +1,4 @@
-"""Recipes that extend others: what is merged, where errors are placed, and what is refused."""
+"""Tests of recipes that extend other recipes: merging, the places in errors, refusals."""
 
 import json
 
@@ -213,16 +213,6 @@ output:
     code, said = run(capsys, "recipes", "show", write("extends: nothing.yaml\n"))
     assert code == 2
     assert "no such file" in said
-
-
-def test_a_copy_that_would_lose_its_base_is_refused(write, capsys, tmp_path):
-    path, target = write("extends: base.yaml\n"), tmp_path / "elsewhere" / "copy.yaml"
-    code, said = run(capsys, "recipes", "copy", path, str(target))
-    assert code == 2
-    assert "extends a file beside it, which" in " ".join(said.split())
-    assert not target.exists()
-    assert run(capsys, "recipes", "copy", path, str(tmp_path / "copy.yaml"))[0] == 0
-    assert (tmp_path / "copy.yaml").read_text() == "extends: base.yaml\n"
 
 
 def test_a_file_that_extends_another_is_planned(write, capsys):

@@ -49,7 +49,7 @@ AT_LEAST = {
     "polynomial": ("polynomial", {"lr_end": LEAST}),
     "warmup_stable_decay": ("warmup_stable_decay", {"num_decay_steps": 3, "min_lr_ratio": LEAST / LR}),
 }
-"""Schedules with `min_lr`: what they are in transformers."""
+"""Schedules with `min_lr`: name and arguments in transformers."""
 GROUPS = [
     {"match": r"model\.norm|input_layernorm", "lr": 0.002, "weight_decay": 0.3},
     {"match": r"layers\.1\.", "lr": 0.03},
@@ -134,6 +134,18 @@ def test_every_schedule_has_transformers_rates_and_goes_on(home, world1):
 
 def test_constant_without_a_warmup():
     assert training_arguments(unread(optimizer={"schedule": "constant"}), 1).lr_scheduler_type == SchedulerType.CONSTANT
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_schedule_that_follows_accuracy_waits_for_more_of_it(name):
+    own = {"patience": 0, "factor": 0.5, "threshold": 0.1, "min_lr": 1e-5}
+    optimizer = {"lr": LR, "schedule": name, "schedule_args": own}
+    evaluated = {"path": "held.jsonl", "every_steps": 1, "best": "accuracy"}
+    arguments = training_arguments(unread(optimizer=optimizer, eval=evaluated), 1)
+    assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("accuracy", True)
+    rises, falls = [0.1, 0.3, 0.5, 0.7, 0.9, 1.2], [0.9, 0.7, 0.5, 0.4, 0.3, 0.1]
+    better, worse = (expected(name, arguments.lr_scheduler_kwargs, 0, each) for each in (rises, falls))
+    assert better[-1] >= LR > worse[-1]
 
 
 def scheduled(read) -> list[float]:
@@ -252,16 +264,16 @@ def test_what_a_continued_run_may_change():
     optimizer = {"lr": LR, "groups": GROUPS}
     before = unread(optimizer=optimizer).model_dump(mode="json")
 
-    def told(*changes: str) -> str:
+    def change(*changes: str) -> str:
         return compare(unread(*changes, optimizer=optimizer), before, "c")
 
-    line = told("optimizer.warmup_ratio=0.1", "optimizer.min_lr=0", "optimizer.schedule=linear")
+    line = change("optimizer.warmup_ratio=0.1", "optimizer.min_lr=0", "optimizer.schedule=linear")
     assert all(f"optimizer.{key}" in line for key in ("warmup_ratio", "min_lr", "schedule"))
     assert "ignored" not in line
     with pytest.raises(UserError, match=r"optimizer\.groups: "):
-        told("optimizer.groups=[{match: lm_head, lr: 1}]")
+        change("optimizer.groups=[{match: lm_head, lr: 1}]")
     with pytest.raises(UserError, match=r"optimizer\.schedule: cosine in c, now reduce_lr_on_plateau"):
-        told("optimizer.schedule=reduce_lr_on_plateau", "eval.every_steps=1")
+        change("optimizer.schedule=reduce_lr_on_plateau", "eval.every_steps=1")
 
 
 # --- refusals
@@ -275,7 +287,6 @@ def test_what_a_continued_run_may_change():
         ("{schedule: constant, min_lr: 0}", "schedule constant takes no min_lr; remove it, or choose cosine, linear,"),
         ("{lr: 0.01, min_lr: 0.01}", "min_lr is 0.01 and lr 0.01; needs a min_lr below lr"),
         ("{min_lr: 0, schedule: polynomial, schedule_args: {lr_end: 0}}", "found min_lr and schedule_args.lr_end"),
-        ("{schedule: linear, min_lr: 0, schedule_args: {power: 2}}", "schedule linear has no arguments; remove sched"),
         ("{schedule: reduce_lr_on_plateau, warmup_ratio: 0.1}", "has no warm-up; set warmup_steps and warmup_ratio to 0"),
         ("{schedule: reduce_lr_on_plateau}", "optimizer.schedule: reduce_lr_on_plateau follows the held-out loss; set"),
         ("{schedule: reduce_lr_on_plateau}\neval: {share: 0.1}", "follows the held-out loss; set eval.every_steps or eval."),

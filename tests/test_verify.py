@@ -130,7 +130,6 @@ def test_a_planted_fault_is_caught(fault, home, worlds, tmp_path):
         assert not planned.samples
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "sections",
     [

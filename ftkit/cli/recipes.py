@@ -80,7 +80,5 @@ def copy_recipe(
     path = path / source.name if path.is_dir() else path
     if path.exists():
         raise UserError(f"{path} exists already; name another file, or delete it")
-    if any(problem.key == EXTENDS for problem in resolve(text, str(path)).problems):
-        raise UserError(f"{source}: extends a file beside it, which {path} would not find; copy both files")
     write_file(path, text)
     typer.echo(str(path))

@@ -32,7 +32,6 @@ ScheduleName = Literal[
 ]
 FOLLOWING = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow the held-out loss. They change the learning rate at evaluations, and have no warm-up."""
-WITHOUT_ARGUMENTS = ("linear", "constant", "constant_with_warmup")
 END_RATES = {
     "cosine": "min_lr",
     "linear": "lr_end",
@@ -107,7 +106,7 @@ class Optimizer(Section):
     ] = Field("adamw", description="update rule; its names in transformers, such as `adamw_torch`, are known")
     lr: Positive = Field(2e-5, description="peak learning rate")
     betas: tuple[Fraction, Fraction] | None = Field(
-        None, description="decay per step of the moments; default: 0.9, 0.95 of adamw, those of its paper of another rule"
+        None, description="decay per step of the moments; default: 0.9, 0.95 of adamw, that of the rule for others"
     )
     eps: Positive | None = Field(None, description="added to the root of the second moment; default: that of the rule")
     args: dict[str, Any] = Field(
@@ -170,8 +169,6 @@ def _check_schedule(optimizer: Optimizer) -> None:
         raise ValueError(f"found both `warmup_steps` and `warmup_ratio`; keep one; {_NULL.format('warmup_steps')}")
     if name in FOLLOWING and (optimizer.warmup_steps or optimizer.warmup_ratio):
         raise ValueError(f"schedule {name} has no warm-up; set warmup_steps and warmup_ratio to 0")
-    if name in WITHOUT_ARGUMENTS and arguments:
-        raise ValueError(f"schedule {name} has no arguments; remove schedule_args, found {', '.join(arguments)}")
     if name == "greedy" and least is None and "min_lr" not in arguments and optimizer.lr <= GREEDY_MIN_LR:
         raise ValueError(
             f"schedule greedy does not go below {GREEDY_MIN_LR} by default, and lr is {optimizer.lr}; set min_lr below it"

@@ -12,7 +12,7 @@
                reduced to a buffer; the next reduction waits until the buffer is copied to the host.
                At stages 0 and 1, blocks are reduced in the backward of the last micro-batch.
     norm       reductions of the remaining full gradients, a pass over the gradients, one small collective. The update
-               waits for the collective.
+               waits for the collective. StableAdamW reads gradients and second moments once more before any update.
     update     block by block in forward order. State on the device: one event. State on the host: the gradient is copied
                down, AdamW runs in host memory, and the weights are copied up. State on NVMe: the state is also read before
                AdamW and written after it.
@@ -320,19 +320,31 @@ class Steps:
         moved = sum(group.reduced for group in (self.roots, self.replicated) if group.late)
         self._collective("finish gradients", moved, [self.computed])
         norm = self.script.add("norm", self.beside, work, [self.offloaded, self.computed], latency_s=NORM_S)
+        if self.shape.rule.read_twice:
+            norm = self._norm_of_tensors(everything, norm)
         self.left = decided(self.strategy.state_host_bytes)
         self.written = {OUTSIDE: self._update_of(OUTSIDE, [self.roots, self.replicated], norm)}
         for number, block in enumerate(self.blocks):
             if block.trained_numel:
                 self.written[number] = self._update_of(number, [block], norm)
 
+    def _norm_of_tensors(self, groups: Sequence[Group], norm: int) -> int:
+        """Read gradients and some moments once more before any update, as StableAdamW does; return the event after it."""
+        state = self.shape.rule.reread_bytes * sum(group.state_numel for group in groups)
+        gradients = sum(group.summed for group in groups)
+        if self.strategy.state == DEVICE:
+            return self.script.add("norm of tensors", "compute", {"hbm": state + gradients}, [norm])
+        before = self._copy("down", "down", gradients, [norm]) if self.strategy.gradients == DEVICE else norm
+        files = (self.strategy.state == NVME) * state + (self.strategy.gradients == NVME) * gradients
+        work = {"dram": state + gradients} | ({"nvme_read": files} if files else {})
+        return self.script.add("norm of tensors", "host update", work, [before])
+
     def _update_of(self, number: int, groups: Sequence[Group], norm: int) -> int:
         """Update a block (or `OUTSIDE`); return the event after which its weights are complete."""
         name = "outside" if number == OUTSIDE else str(number)
         numel = sum(group.state_numel for group in groups)
         weights, gradient = sum(group.updated for group in groups), sum(group.summed for group in groups)
-        rule = self.shape.rule
-        state, again, traffic = rule.state_bytes * numel, rule.reread_bytes * numel, rule.traffic_bytes * numel
+        state, traffic = self.shape.rule.state_bytes * numel, self.shape.rule.traffic_bytes * numel
         if self.strategy.state == DEVICE:
             return self.script.add(f"update {name}", "compute", {"hbm": traffic}, [norm])
         before: list[int | None] = [norm]
@@ -345,7 +357,7 @@ class Steps:
             before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
         if not stays:
             after = [norm, self.stored.get(number)]
-            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": state + again}, after))
+            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": state}, after))
         done = self.script.add(f"adam {name}", "host update", {"dram": traffic}, before)
         if not stays:
             self.stored[number] = self.script.add(f"write {name}", "nvme write", {"nvme_write": state}, [done])

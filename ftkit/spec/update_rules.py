@@ -65,8 +65,7 @@ class UpdateRule:
     @property
     def traffic_bytes(self) -> int:
         """Bytes of memory traffic per element: read and write the state, read a 16-bit gradient, write a 16-bit weight."""
-        again = self.reread_bytes + NARROW_BYTES if self.read_twice else 0
-        return 2 * self.state_bytes + 2 * NARROW_BYTES + again
+        return 2 * self.state_bytes + 2 * NARROW_BYTES
 
 
 ADAMW = UpdateRule(
@@ -153,8 +152,3 @@ def rule_named(name: str) -> UpdateRule:
     if name in NAMES:
         return RULES[NAMES[name]]
     raise ValueError(f"optimizer {name}: {REFUSED.get(name, 'not known to ftkit; use one of ' + ', '.join(RULES))}")
-
-
-def rule_of(name: str, settings: Mapping[str, Any] | None = None) -> UpdateRule:
-    """Return the rule of a name with its settings. Raises as `rule_named` and `UpdateRule.of`."""
-    return rule_named(name).of(settings or {})

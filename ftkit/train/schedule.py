@@ -34,7 +34,7 @@ def schedule_of(optimizer: Optimizer) -> tuple[str, dict[str, Any]]:
     share = name == "warmup_stable_decay"
     arguments[END_RATES[name]] = optimizer.min_lr / optimizer.lr if share else optimizer.min_lr
     if name == "linear":
-        return "polynomial", {**arguments, "power": 1.0}
+        return "polynomial", {"power": 1.0, **arguments}
     return ("cosine_with_min_lr" if name == "cosine" else name), arguments
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.memory.flat_file import FlatFile
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim import plain, stable_adamw
 from ftkit.engine.shard import shard
@@ -25,7 +27,6 @@ from ftkit.hf.trainer.optimizers import KNOWN, SHARDED
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.update_rules import RULES
 from tests.engine import gradients
-from tests.engine.trajectory import late_transfers
 
 STEPS, CLOSE = 20, 1e-6
 SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61)}
@@ -45,7 +46,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stable_adamw": ("stable_adamw", {"lr": 1e-2, "weight_decay": 0.1}),
 }
 PLAIN = {"lion": plain.Lion, "adagrad": plain.Adagrad, "ademamix": plain.AdEMAMix, "stable_adamw": plain.StableAdamW}
-PLAIN |= {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
 
 
 # --- the formulas, in float64
@@ -220,13 +220,23 @@ def test_so_is_the_reference_that_a_gpu_uses(world1, case):
     world1.run(by_reference, case)
 
 
+TRANSFER = FlatFile._transfer
+
+
+def written_late(file: FlatFile, call: Any, data: Any, start: int, doing: str) -> None:
+    """Move data as `FlatFile` does, but begin a write of second moments late."""
+    if doing == "writing" and "exp_avg_sq" in file.path.name:
+        time.sleep(0.05)
+    TRANSFER(file, call, data, start, doing)
+
+
 def small_pieces_on(case: str, tier: str, stage: int, deferred: bool) -> None:
-    """On every rank: see `run`. Pieces of the sums over tensors have 4096 elements; a deferred update ends late."""
+    """On every rank: see `run`. Pieces of the sums over tensors have 4096 elements, and second moments are written late."""
     before = stable_adamw.PIECE_NUMEL
     stable_adamw.PIECE_NUMEL = 4096
     try:
         placed = {"gradients": tier if stage > 1 else "device", "state": tier}
-        with late_transfers(0.02) if deferred else nullcontext():
+        with mock.patch.object(FlatFile, "_transfer", written_late):
             run(case, stage=stage, update="deferred" if deferred else "now", **placed)
     finally:
         stable_adamw.PIECE_NUMEL = before
@@ -241,11 +251,11 @@ def test_a_rule_is_its_formula_on_every_tier(worlds, tier, stage, deferred, case
     worlds[3 if deferred else 2].run(small_pieces_on, case, tier, stage, deferred)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case, (name, _) in CASES.items() if name in PLAIN])
 def test_a_plain_optimizer_is_the_formula(case):
     name, settings = CASES[case]
     model = OneBlock()
-    optimizer = PLAIN[name](model.parameters(), **{"weight_decay": 0.0, **settings})
+    optimizer = PLAIN[name](model.parameters(), **settings)
     for step in range(STEPS):
         for key, parameter in model.block.items():
             parameter.grad = gradient(key, step)

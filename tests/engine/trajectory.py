@@ -279,7 +279,7 @@ def _run_sharded(
 
 
 @contextmanager
-def late_transfers(seconds: float = 0.003) -> Iterator[None]:
+def late_transfers() -> Iterator[None]:
     """Let everything that runs beside the computation come late: reads, writes, updates, sums of gradients."""
     slow: list[tuple[Any, str]] = [(flatfile.FlatFile, "_transfer"), (update.Updater, "_compute")]
     slow += [(gradient_offload.GradientOffload, "_add"), (read_ahead.ReadAhead, "_read")]
@@ -289,7 +289,7 @@ def late_transfers(seconds: float = 0.003) -> Iterator[None]:
         inner = function.__func__ if isinstance(function, staticmethod) else function
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(seconds)
+            time.sleep(0.003)
             return inner(*args, **kwargs)
 
         return staticmethod(call) if isinstance(function, staticmethod) else call

@@ -118,18 +118,6 @@ def test_betas_may_be_given_as_settings(tmp_path: Path) -> None:
     assert optimizer_by_name(arguments) == (plain.Lion, {"lr": 5e-5, "betas": (0.9, 0.95)})
 
 
-def planned_for_less() -> None:
-    """Prepare a model alone, which is planned for AdamW, and then an optimizer that keeps more."""
-    accelerator, model = ftkit.Accelerator(cpu=True), runs.llama(num_hidden_layers=1)
-    accelerator.prepare(model)
-    with pytest.raises(UserError, match="AdEMAMix keeps 16 bytes of state per parameter, and the model was planned for 12"):
-        accelerator.prepare(ftkit.AdEMAMix(model.parameters()))
-
-
-def test_an_optimizer_larger_than_the_plan_is_refused(world1: Any) -> None:
-    world1.run(planned_for_less)
-
-
 def prepared() -> None:
     """Prepare torch's Adagrad, which has a state before its first step; refuse it after a step."""
     model = runs.llama(num_hidden_layers=1)

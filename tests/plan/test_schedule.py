@@ -11,7 +11,7 @@ from ftkit.plan.schedule import parts_of_step, speed
 from ftkit.plan.shape import Flat, Shape
 from ftkit.plan.speed import Rates, Speed
 from ftkit.spec.strategy import Strategy
-from ftkit.spec.update_rules import ADAMW
+from ftkit.spec.update_rules import ADAMW, STABLE_ADAMW
 from tests.plan.made import make_plan, script
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
@@ -60,6 +60,15 @@ def test_10b_at_16k_tokens() -> None:
     free = took(replace(HOST, micro_batch=4), 4, GPT_10B, link=1e15, collective_s=0.0)
     assert made.tokens_per_s > 0.995 * free.tokens_per_s
     assert made.operations * 8 / made.tokens == pytest.approx(85.1e9, rel=0.01)
+
+
+def test_stable_adamw_reads_once_more_before_any_update() -> None:
+    """Its pass over 16-bit gradients and second moments is exposed, whether or not updates are deferred."""
+    shape = replace(LLAMA_13B, rule=STABLE_ADAMW)
+    alone = LLAMA_13B.numel / 8 * (4 + 2) / V100.dram
+    for update in ("deferred", "now"):
+        strategy = replace(HOST, update=update, gradients="host")
+        assert took(strategy, 1, shape).seconds - took(strategy, 1).seconds == pytest.approx(alone, rel=0.01), update
 
 
 def test_nothing_hides_when_each_waits_for_all() -> None:

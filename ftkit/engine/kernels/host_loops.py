@@ -124,15 +124,21 @@ class HostLoops:
 
         Cost: one read of the tensor.
         """
-        array = carried(gradient)
-        block = self._loops.BLOCK_NUMEL
-        sums = np.zeros(-(-gradient.numel() // block))
+        return self._sum(self._loops.square_sums, (gradient,))
 
-        def work(start: int, stop: int) -> None:
-            self._loops.square_sums(array[start * block : stop * block], sums[start:stop])
+    def ratio_square_sum(self, gradient: Tensor, square: Tensor, *, factor: float, fresh: float, least: float) -> float:
+        """Return the sum of g^2 / max(v, least) in float64, with v = (1 - fresh) * square + fresh * g^2.
 
-        self._share(work, len(sums), 4 * RANGE_NUMEL // block)
-        return math.fsum(sums)
+        Args:
+            gradient: Gradient (n,).
+            square: Second moment (n,), fp32.
+            factor: Multiplies the gradient: g.
+            fresh: Weight of g^2 in the second moment.
+            least: The second moment counts at least so much.
+
+        Cost: one read of both tensors.
+        """
+        return self._sum(self._loops.ratio_squares, (gradient, square), factor, 1 - fresh, fresh, least)
 
     def add_(self, into: Tensor, other: Tensor, scale: float = 1.0) -> None:
         """Add `scale` times `other` (n,) to `into` (n,) in place, in fp32, and round to the dtype of `into`.
@@ -142,6 +148,19 @@ class HostLoops:
         Cost: one read of both tensors, and one write.
         """
         self._each(self._loops.add, (into, other), scale)
+
+    def _sum(self, loop: Callable[..., None], tensors: tuple[Tensor, ...], *numbers: float) -> float:
+        """Call a loop that sums blocks of tensors (n,), with the numbers in fp32, and return the sum of all blocks."""
+        arrays, narrow = [carried(tensor) for tensor in tensors], tuple(map(np.float32, numbers))
+        block = self._loops.BLOCK_NUMEL
+        sums = np.zeros(-(-arrays[0].size // block))
+
+        def work(start: int, stop: int) -> None:
+            parts = (array[start * block : stop * block] for array in arrays)
+            loop(*parts, *([narrow] if narrow else []), sums[start:stop])
+
+        self._share(work, len(sums), 4 * RANGE_NUMEL // block)
+        return math.fsum(sums)
 
     def _each(self, loop: Callable[..., None], tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
         """Call a loop on ranges of tensors (n,), some of them None, and with the numbers in fp32."""

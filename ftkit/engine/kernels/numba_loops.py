@@ -9,8 +9,8 @@ code.
 
 [Note: which bits]
     Every operation is IEEE fp32, rounded once, in the order of torch's fused AdamW or of torch's SGD, with fused
-    multiply-adds where torch's x86 build has them: whole vectors give the same bits as torch. The other rules have the
-    order of their references, and agree with them to a few units in the last place. Nothing is reassociated,
+    multiply-adds where torch's x86 build has them: whole vectors give the same bits as torch. The other rules are compared
+    with their formulas in float64 (tests/engine/test_update_rules.py). Nothing is reassociated,
     and NaN and infinity are not assumed away. So the result does not depend on the number of threads, on a tensor's
     address, or on the CPU. A sum of squares has the same bits for any number of threads on one CPU.
 """
@@ -244,6 +244,25 @@ def square_sums(values: Any, sums: Any) -> None:
         for i in range(block.size):  # an iteration over elements would not be vectorized
             wide = np.float64(_widen(block[i]))
             total += wide * wide
+        sums[k] = total
+
+
+@_compiled("reassoc", "contract")
+def ratio_squares(gradient: Any, square: Any, numbers: Any, sums: Any) -> None:
+    """Set sums[k] to the sum over the k-th `BLOCK_NUMEL` elements in float64; see `HostLoops.ratio_square_sum`.
+
+    Args:
+        numbers: factor, 1 - fresh, fresh, least, all fp32.
+    """
+    factor, keep, fresh, least = numbers
+    for k in range(sums.size):
+        gradients = gradient[k * BLOCK_NUMEL : (k + 1) * BLOCK_NUMEL]
+        squares = square[k * BLOCK_NUMEL : (k + 1) * BLOCK_NUMEL]
+        total = 0.0
+        for i in range(gradients.size):
+            g = _widen(gradients[i]) * factor
+            g = g * g
+            total += np.float64(g / max(squares[i] * keep + fresh * g, least))
         sums[k] = total
 
 

@@ -17,7 +17,7 @@ from ftkit.engine.optim.ademamix import ShardedAdEMAMix
 from ftkit.engine.optim.flat_step import Elements, Hyperparameters
 from ftkit.engine.optim.lion import ShardedLion
 from ftkit.engine.optim.optimizer import ShardedOptimizer
-from ftkit.engine.optim.stable_adamw import ShardedStableAdamW, ratio_squares, scaled
+from ftkit.engine.optim.stable_adamw import ShardedStableAdamW, fresh_weights, ratio_squares, scaled
 
 
 class PlainOptimizer(torch.optim.Optimizer):
@@ -78,5 +78,6 @@ class StableAdamW(PlainOptimizer):
 
     def settings_of(self, at: Elements, group: Hyperparameters, step: int) -> Hyperparameters:
         """Divide the learning rate by the RMS of the tensor."""
-        total = ratio_squares(at.gradient, at.moments["exp_avg_sq"], group, step)
+        fresh = fresh_weights(group, step)[1]
+        total = ratio_squares(at.gradient, at.moments["exp_avg_sq"], factor=1.0, fresh=fresh, least=group["eps"] ** 2)
         return scaled(group, float(total) / at.master.numel())

@@ -204,22 +204,13 @@ class Accelerator(accelerate.Accelerator):
     ) -> PreparedOptimizer:
         """Replace `optimizer` by its sharded form, over the model that was prepared with it or earlier."""
         if not isinstance(optimizer, (PreparedOptimizer, ShardedOptimizer)):
-            optimizer = self._sharded_form(optimizer)
+            optimizer = sharded_optimizer(optimizer, self._units_with(optimizer))
         if isinstance(optimizer, ShardedOptimizer):
             optimizer = PreparedOptimizer(optimizer, device_placement=False)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         optimizer._is_accelerate_prepared = True
         return optimizer
-
-    def _sharded_form(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        units, needed = self._units_with(optimizer), rule_for(optimizer).state_bytes
-        if units.plan is not None and needed > (planned := units.plan.shape.rule.state_bytes):
-            raise UserError(
-                f"{type(optimizer).__name__} keeps {needed} bytes of state per parameter, and the model was planned for "
-                f"{planned}: prepare both together, accelerator.prepare(model, optimizer)"
-            )
-        return sharded_optimizer(optimizer, units)
 
     def _units_with(self, optimizer: torch.optim.Optimizer) -> ShardedTransformer:
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
