@@ -66,6 +66,12 @@ class Strategy:
     parameters: TierOrAuto = Field(default=AUTO, description="tier of weight shards")
     gradients: TierOrAuto = Field(default=AUTO, description="tier of gradient shards")
     state: TierOrAuto = Field(default=AUTO, description="tier of master weights and moments")
+    master: Literal["fp32", "split"] = Field(
+        default=FP32, description="of 16-bit weights; split: a 16-bit residual beside the weight, 2 bytes instead of 4"
+    )
+    convert_state: Switch = Field(
+        default=False, description="take the moments of a checkpoint in the other form, fp32 or 8 bits"
+    )
     activation_offload: TierOrAuto = Field(
         default=AUTO, description="tier of the inputs of recomputed blocks until backward"
     )

@@ -24,6 +24,8 @@ class UpdateRule:
         settings: Settings of a parameter group with their defaults.
         optional: Settings that need one more moment where they are not zero, with its kind.
         read_twice: Moments that a step reads once more, together with the gradient, before the update.
+        coded: Moments of matrices in blocks are stored in 8 bits (`state_forms.py`).
+        roots: Moments of which an 8-bit code stores the square root, without a sign.
     """
 
     name: str
@@ -31,6 +33,8 @@ class UpdateRule:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)
     read_twice: tuple[str, ...] = ()
+    coded: bool = False
+    roots: tuple[str, ...] = ()
 
     def of(self, settings: Mapping[str, Any]) -> UpdateRule:
         """Return the rule with these settings over its defaults, and with the moments that they need.
@@ -105,7 +109,12 @@ STABLE_ADAMW = UpdateRule(
     {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 1e-2},
     read_twice=("exp_avg_sq",),
 )
-RULES = {rule.name: rule for rule in (ADAMW, SGD, LION, ADAGRAD, RMSPROP, ADEMAMIX, STABLE_ADAMW)}
+ADAMW_8BIT = replace(ADAMW, name="adamw_8bit", coded=True, roots=("exp_avg_sq",))
+LION_8BIT = replace(LION, name="lion_8bit", coded=True)
+RULES = {
+    rule.name: rule
+    for rule in (ADAMW, SGD, LION, ADAGRAD, RMSPROP, ADEMAMIX, STABLE_ADAMW, ADAMW_8BIT, LION_8BIT)
+}
 """All rules by name. The class of each in `ftkit/engine/optim/` names the source of its arithmetic."""
 
 _OTHER_NAMES = {
@@ -113,19 +122,18 @@ _OTHER_NAMES = {
     "lion": "lion_32bit paged_lion paged_lion_32bit",
     "rmsprop": "rmsprop_bnb rmsprop_bnb_32bit",
     "ademamix": "paged_ademamix paged_ademamix_32bit",
+    "adamw_8bit": "adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit",
+    "lion_8bit": "paged_lion_8bit",
 }
 NAMES = {name: name for name in RULES} | {each: name for name, others in _OTHER_NAMES.items() for each in others.split()}
 """Names of optimizers in transformers and its peers that are one of the rules. State on the host is paged state."""
 
 _REFUSED = {
-    "its 8-bit state is not supported yet; use adamw, whose state can be offloaded": (
-        "adamw_8bit adamw_bnb_8bit adamw_torch_8bit adamw_torch_4bit paged_adamw_8bit"
-    ),
-    "its 8-bit state is not supported yet; use lion, whose state can be offloaded": "lion_8bit paged_lion_8bit",
-    "its 8-bit state is not supported yet; use ademamix, whose state can be offloaded": (
+    "its 4-bit state is not supported; use adamw_8bit": "adamw_torch_4bit",
+    "its 8-bit state is not supported; use adamw_8bit, or ademamix, whose state can be offloaded": (
         "ademamix_8bit paged_ademamix_8bit"
     ),
-    "its 8-bit state is not supported yet; use rmsprop, whose state can be offloaded": "rmsprop_bnb_8bit",
+    "its 8-bit state is not supported; use adamw_8bit, or rmsprop, whose state can be offloaded": "rmsprop_bnb_8bit",
     "it is for other devices than GPUs of CUDA and the CPU; use adamw": "adamw_torch_xla adamw_torch_npu_fused",
     "it replaces fp32 master weights, which ftkit keeps; use adamw": "adamw_anyprecision",
     "it needs the means of rows and columns, and ranks have parts of a matrix; use adamw": "adafactor",
