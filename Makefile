@@ -70,6 +70,7 @@ check: setup  ## lint, types, import contracts, the documentation
 docs: setup  ## write the generated pages anew, and build the documentation in site/
 	$(BIN)/python -m docs.recipe_keys
 	$(BIN)/python -m docs.plan_figure
+	$(BIN)/python -m docs.convergence_figure
 	$(BIN)/python -m docs.cli_reference
 	$(BIN)/mkdocs build --strict
 
@@ -108,6 +109,10 @@ bench-cap: setup  ## full fine-tuning of a 2B Llama within 6 GiB, and the larges
 bench-plan: setup  ## memory and seconds of small CPU runs beside their plan
 	$(BIN)/python -m benchmarks.plan_against_runs
 
+bench-convergence: setup  ## held-out loss with each form of optimizer state (half an hour on two idle cores)
+	$(BIN)/python -m benchmarks.convergence
+	$(BIN)/python -m benchmarks.convergence --model 134m --seeds 1 --steps 150
+
 kernels: setup  ## compile each fused kernel for four generations of GPUs: registers, shared memory, spills
 	$(BIN)/python -m benchmarks.specimens
 
@@ -126,4 +131,5 @@ published: setup  ## write into docs/benchmarks.md the plan's simulation of publ
 
 .PHONY: kills compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve \
 	bench bench-offload bench-checkpoints bench-memory bench-host bench-disk bench-kernels bench-cap bench-plan \
+	bench-convergence \
 	kernels dry-runs recipes ablation published

@@ -25,12 +25,26 @@ def figure() -> str:
     plan = plan_recipe(load(RECIPE, check_files=False), RANKS, find_hardware(HARDWARE))
     page = render(plan, RECIPE)
     after = page[page.index(f"<figcaption>{TITLE}") :]
-    found = re.search(r"<svg (.*?)>(.*?)</svg>", after, re.DOTALL)
-    assert found, "the page of a plan has no such chart"
+    return alone(after)
+
+
+def alone(figure: str, legend: str = "") -> str:
+    """Return the first chart of a page as a file.
+
+    Args:
+        figure: HTML with the chart.
+        legend: Elements above the chart, at y from -20 to 0.
+    """
+    found = re.search(r"<svg (.*?)>(.*?)</svg>", figure, re.DOTALL)
+    assert found, "the page has no such chart"
     attributes, inner = found.groups()
     inner = re.sub(r'<rect class="hit".*?</rect>', "", inner, flags=re.DOTALL)  # a picture has no pointer over it
     ground = '<rect width="100%" height="100%" fill="var(--card)"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}><style>{stylesheet()}</style>{ground}{inner}</svg>\n'
+    if legend:
+        attributes = re.sub(r"0 0 (\d+) (\d+)", lambda box: f"0 -20 {box[1]} {int(box[2]) + 20}", attributes)
+        ground = ground.replace("<rect", '<rect y="-20"')
+    style = f"<style>{stylesheet()}</style>"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}>{style}{ground}{legend}{inner}</svg>\n'
 
 
 if __name__ == "__main__":

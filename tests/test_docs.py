@@ -15,7 +15,7 @@ import pytest
 
 import ftkit
 from benchmarks import published
-from docs import cli_reference, models_table, plan_figure, recipe_keys
+from docs import cli_reference, convergence_figure, models_table, plan_figure, recipe_keys
 from ftkit.cli.app import main
 from ftkit.plan.catalog import architectures
 from tests.docs_blocks import HERE, BadBlock, blocks, check, execute, furnish, on_a_rank, pages
@@ -129,6 +129,11 @@ def test_the_readme_shows_the_output_of_its_plan(
 @pytest.mark.slow
 def test_the_figure_is_that_of_the_plan() -> None:
     assert plan_figure.FILE.read_text() == plan_figure.figure(), "run `make docs`"
+
+
+def test_the_curves_are_those_of_the_result() -> None:
+    for path, text in convergence_figure.figures().items():
+        assert path.read_text() == text, "run `make docs`"
 
 
 def test_every_package_is_on_the_map() -> None:
