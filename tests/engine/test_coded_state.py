@@ -116,6 +116,11 @@ def gradient_of(name: str, step: int) -> Tensor | None:
     return found.bfloat16().float() * SCALE / 4
 
 
+def sent(gradient: Tensor, case: Case) -> Tensor:
+    """Return a gradient in the precision of the weights, finite where there is no loss scale."""
+    return gradient.half().float() if case.dtype == "fp16" else gradient.nan_to_num(posinf=0.0)
+
+
 class Reference:
     """The state of one tensor, updated whole."""
 
@@ -183,9 +188,10 @@ def by_reference(case: Case, steps: int = STEPS) -> dict[str, Tensor]:
             continue
         for name, gradient in given.items():
             if gradient is not None:
-                states[name].update(gradient.nan_to_num(posinf=0.0), 1 / scale)
+                states[name].update(sent(gradient, case), 1 / scale)
     for name, state in states.items():
-        found |= {f"{name}/master": state.now(), f"{name}/weight": state.weight}
+        weight = state.master if case.dtype == "fp32" else state.weight
+        found |= {f"{name}/master": state.now(), f"{name}/weight": weight}
         found |= {f"{name}/{moment}": state.moment(moment) for moment in state.moments}
     return found
 
@@ -214,11 +220,7 @@ def train(case: Case, units: ShardedModel, optimizer: ShardedOptimizer, first: i
         for flat in units.trainable:
             names = [segment.name.removeprefix("block.") for segment in flat.layout.segments]
             given = {index: gradient_of(name, step) for index, name in enumerate(names)}
-            found = {
-                index: gradient if case.dtype == "fp16" else gradient.nan_to_num(posinf=0.0)
-                for index, gradient in given.items()
-                if gradient is not None
-            }
+            found = {index: sent(gradient, case) for index, gradient in given.items() if gradient is not None}
             gradients.give(units.gradient_of[flat], found)
         optimizer.step()
         assert optimizer.step_was_skipped == (step == 3 and case.dtype == "fp16")
@@ -323,7 +325,8 @@ def converted(case: Case, folder: str) -> dict[str, Tensor]:
 
 def coded_again(moment: Tensor, *, root: bool) -> Tensor:
     """Return a moment after it was encoded and decoded."""
-    values = coding.decode(*coding.encode(moment.sqrt() if root else moment, signed=not root), signed=not root)
+    stored = moment.double().sqrt().float() if root else moment
+    values = coding.decode(*coding.encode(stored, signed=not root), signed=not root)
     return values.square() if root else values
 
 
