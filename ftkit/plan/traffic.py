@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftkit.plan.shape import Flat, Placed, Shape
-from ftkit.plan.state import state_of
+from ftkit.plan.state import state_of, total_bytes
 from ftkit.spec.strategy import FlatKind, Strategy
 
 
@@ -57,8 +57,8 @@ class Group:
         self.updated = float(sum(weights))
         states = [state_of(shape, strategy, Placed(flat, kind), cpu=cpu) for flat in trained]
         self.state = float(sum(state.size_bytes for state in states))
-        again = [store for state in states for store in state.moments if store.role in shape.rule.read_twice]
-        self.reread = float(sum(store.size_bytes for store in again))
+        reread = [store for state in states for store in state.moments if store.role in shape.rule.read_twice]
+        self.reread = float(total_bytes(reread))
         self.weights_read = float(sum(size for size, state in zip(weights, states) if state.reads_weights))
         # Read a gradient, read and write the state, write the weight, and read it where it is the master or a half of it.
         moved = sum(size * (2 + state.reads_weights) for size, state in zip(weights, states))

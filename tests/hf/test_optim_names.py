@@ -1,8 +1,8 @@
 """Every name that the installed transformers knows for `optim=` trains as its reference, or is refused with what to use.
 
 The reference is the stock Trainer with the optimizer object that the name means, in one process, for twenty steps. None of
-the libraries behind the names is installed or needed. 8-bit names train nearly as their rule in fp32. On several ranks with given gradients the rules are compared in
-`tests/engine/test_update_rules.py`.
+the libraries behind the names is installed or needed. 8-bit names train nearly as their rule in fp32. On several ranks with
+given gradients the rules are compared in `tests/engine/test_update_rules.py`.
 """
 
 from __future__ import annotations
