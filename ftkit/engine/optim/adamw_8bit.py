@@ -21,6 +21,16 @@ class ShardedAdamW8bit(ShardedAdamW):
     def coded_update(self, at: dict[str, Tensor], group: Hyperparameters, step: int, factor: float) -> None:
         """See `ShardedOptimizer.coded_update`."""
         update = (self.loops_for(at["gradient"]) or coding).adamw_8bit
-        moments = [at[f"{name}.{part}"] for name in ADAMW_8BIT.moments for part in ("codes", "scales")]
-        tensors = at.get("master"), at["gradient"], *moments, at.get("weight"), at.get("residual")
-        update(*tensors, factor=factor, step=step, **numbers_of(group))
+        update(
+            at.get("master"),
+            at["gradient"],
+            at["exp_avg.codes"],
+            at["exp_avg.scales"],
+            at["exp_avg_sq.codes"],
+            at["exp_avg_sq.scales"],
+            at.get("weight"),
+            at.get("residual"),
+            factor=factor,
+            step=step,
+            **numbers_of(group),
+        )

@@ -18,7 +18,16 @@ class ShardedLion8bit(ShardedLion):
     def coded_update(self, at: dict[str, Tensor], group: Hyperparameters, step: int, factor: float) -> None:
         """See `ShardedOptimizer.coded_update`."""
         update = (self.loops_for(at["gradient"]) or coding).lion_8bit
-        beta1, beta2 = group["betas"]
-        tensors = at.get("master"), at["gradient"], at["exp_avg.codes"], at["exp_avg.scales"]
-        numbers = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
-        update(*tensors, at.get("weight"), at.get("residual"), factor=factor, **numbers)
+        update(
+            at.get("master"),
+            at["gradient"],
+            at["exp_avg.codes"],
+            at["exp_avg.scales"],
+            at.get("weight"),
+            at.get("residual"),
+            factor=factor,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+        )
