@@ -77,7 +77,10 @@ class UpdateRule:
 
 
 ADAMW = UpdateRule(
-    "adamw", ("exp_avg", "exp_avg_sq"), {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    "adamw",
+    ("exp_avg", "exp_avg_sq"),
+    {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
+    roots=("exp_avg_sq",),
 )
 SGD = UpdateRule(
     "sgd",
@@ -113,7 +116,7 @@ STABLE_ADAMW = UpdateRule(
     {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 1e-2},
     read_twice=("exp_avg_sq",),
 )
-ADAMW_8BIT = replace(ADAMW, name="adamw_8bit", coded=True, roots=("exp_avg_sq",))
+ADAMW_8BIT = replace(ADAMW, name="adamw_8bit", coded=True)
 LION_8BIT = replace(LION, name="lion_8bit", coded=True)
 RULES = {
     rule.name: rule

@@ -141,7 +141,6 @@ SPLIT = [
     {},
     {"parameters": "host", "gradients": "host", "state": "host"},
     {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_bytes": 0},
-    {"state": "nvme", "state_host_bytes": 100_000},
 ]
 
 

@@ -47,8 +47,8 @@ FAULTS = (
     _fault(
         "sum over ranks is not divided by their number",
         "ftkit/engine/kernels/numba_loops.py",
-        "_narrow(total[i] / world, into)",
-        "_narrow(total[i], into)",
+        "narrow(total[i] / world, into)",
+        "narrow(total[i], into)",
         _COMM + "test_large_tensors[2-reduces-shared memory-torch.float32]",
     ),
     _fault(
