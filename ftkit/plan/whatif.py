@@ -54,7 +54,7 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
         rates = None if asked.rates is None else replace(asked.rates, nvme_read=read, nvme_write=write)
         yield f"NVMe of {known.nvme_gib:,.0f} GiB", replace(asked, limits=replace(limits, nvme_bytes=size), rates=rates)
     if (coded := in_8_bits(shape)) is not None:
-        yield f"{coded.rule.name}, 8-bit moments", replace(asked, shape=coded)
+        yield f"8-bit moments ({coded.rule.name})", replace(asked, shape=coded)
     if not shape.peft:
         yield "LoRA, rank 16 (estimate)", replace(asked, shape=with_adapter(shape))
     half = shape.sequence_tokens // 2

@@ -251,7 +251,7 @@ def test_a_refusal_offers_no_form_that_does_not_help() -> None:
 def test_what_if_the_moments_had_eight_bits() -> None:
     asked = Asked(coded(LLAMA_13B, ADAMW), on("8xv100-16gb"), OPEN, 16, 2)
     plans = {each.question: each.plan for each in what_if(asked)}
-    found = plans["adamw_8bit, 8-bit moments"]
+    found = plans["8-bit moments (adamw_8bit)"]
     assert found is not None
     assert found.memory.purposes("host")["moments"] < 0.3 * asked.plan().memory.purposes("host")["moments"]
     for shape in (WIDE, LLAMA_13B, with_adapter(WIDE), replace(WIDE, rule=STABLE_ADAMW)):
