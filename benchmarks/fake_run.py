@@ -65,7 +65,7 @@ CLOSE = 0.05
 
 PLANNED_AS = {
     **{name: name for name in ("parameters", "gradients", "slots", "staging")},
-    **dict.fromkeys(("master", "moments"), "optimizer state"),
+    **dict.fromkeys(("master", "residual", "moments"), "optimizer state"),
     **dict.fromkeys(("activations", "workspace", "logits", "root parameters"), "activations"),
 }
 """Purposes in the plan to purposes in the fake run, which counts all tensors of autograd together."""

@@ -1,9 +1,9 @@
 """`make recipes`: write the packaged recipes with their planned memory and speed, and the index for `ftkit recipes list`.
 
 Each model is fine-tuned on instructions, with all parameters and with LoRA. Settings are the defaults of `ftkit init`.
-Variants: larger GPUs, one GPU, text of a domain (which extends the first), long sequences, and GPTs from a
-configuration. A recipe that does not fit its hardware is not written. A test plans every recipe again and compares. All
-figures are simulated from published rates.
+Variants: larger GPUs, one GPU, 8-bit optimizer state, text of a domain (which extends the first), long sequences, and GPTs
+from a configuration. A recipe that does not fit its hardware is not written. A test plans every recipe again and compares.
+All figures are simulated from published rates.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TEXT = """ranks: {ranks}
 hardware: {hardware}
 model:     {model}{task}
 data:      {{path: bundled/python-docs.jsonl, sequence_tokens: {tokens}, packing: {packing}{loss}}}  # a sample: name yours
-train:     {{batch_tokens: {batch}, epochs: 1, seed: 17}}
-optimizer: {{lr: {lr}, weight_decay: {decay}, {warmup}, schedule: cosine, max_grad_norm: 1.0}}
+train:     {{batch_tokens: {batch}, epochs: 1, seed: 17}}{batch_why}
+optimizer: {{{rule}lr: {lr}, weight_decay: {decay}, {warmup}, schedule: cosine, max_grad_norm: 1.0}}
 {adapter}output:    {{dir: runs/{name}, save_every_steps: 100, keep: 2}}
 """
 EXTENDING = """extends: {base}
@@ -49,12 +49,26 @@ output:    {{dir: runs/{name}}}
 ADAPTER = "adapter:   {rank: 16, alpha: 32, targets: all-linear}\n"
 METHODS = {  # the method as the index names it, whether it is LoRA, and settings beside the defaults
     "full": ("all parameters", False, {}),
+    "full-8bit": ("all parameters, 8-bit state", False, {}),
     "lora": ("LoRA", True, {}),
     "domain": ("all parameters, text of a domain", False, {}),
     "long": ("LoRA, long sequences", True, {"warmup": "warmup_ratio: 0.03"}),
     "scratch": ("from scratch", False, {"loss": ", loss_on: all", "lr": "1.5e-4"}),
 }
 SHOWN = {HARDWARE: "8xV100-16GB", LARGER: "8xV100-32GB", SINGLE: "one V100-32GB"}
+EIGHT_BIT: dict[str, dict[str, Any]] = {
+    "bigcode/starcoder2-15b": {"rule": "name: adamw_8bit, "},
+    "EleutherAI/gpt-neox-20b": {"rule": "name: adamw_8bit, "},
+    "mistralai/Mistral-Small-24B-Base-2501": {"rule": "name: adamw_8bit, "},
+    "Qwen/Qwen3-32B": {
+        "rule": "name: adamw_8bit, master: split, ",
+        "batch": 32768,
+        "batch_why": "  # one micro-batch a step: gradients need no fp32 sums",
+    },
+}
+"""Models with a recipe for 8-bit state, and its settings beside the defaults."""
+ONLY_8_BIT = ("mistralai/Mistral-Small-24B-Base-2501", "Qwen/Qwen3-32B")
+"""Models whose fp32 state does not fit 8xV100-16GB."""
 DOMAIN = ("meta-llama/Llama-2-13b-hf", "Qwen/Qwen2.5-14B")
 LONG = {
     "codellama/CodeLlama-13b-hf": 16384,
@@ -95,12 +109,13 @@ class Entry:
         gpt = GPT.format(layers=GPTS[self.model]) if self.model in GPTS else None
         config, ranks = GPT2Config() if gpt else find_config(self.model), find_hardware(self.hardware).gpus
         chosen = {"model": gpt or f"{{name: {self.model}}}", "loss": "", "warmup": "warmup_steps: 30"}
-        chosen |= {**defaults(config, lora=lora), **more}
+        chosen |= {"rule": "", "batch": RANK_TOKENS * ranks, "batch_why": "", **defaults(config, lora=lora), **more}
+        chosen |= EIGHT_BIT[self.model] if self.method == "full-8bit" else {}
         chosen["task"] = "\ntask:      seq2seq" if config.is_encoder_decoder else ""
         chosen["adapter"] = ADAPTER if lora else ""
         if self.tokens is not None:
             chosen["tokens"] = self.tokens
-        return TEXT.format(name=self.name, hardware=self.hardware, ranks=ranks, batch=RANK_TOKENS * ranks, **chosen)
+        return TEXT.format(name=self.name, hardware=self.hardware, ranks=ranks, **chosen)
 
     @cached_property
     def row(self) -> dict[str, Any]:
@@ -141,9 +156,10 @@ class Entry:
 def entries() -> Iterator[Entry]:
     """Yield all recipes that are tried."""
     for model in architectures():
-        yield from (Entry(model, method) for method in ("full", "lora"))
+        yield from (Entry(model, method) for method in ("full", "lora") if method == "lora" or model not in ONLY_8_BIT)
         yield Entry(model, "full", LARGER)
         yield Entry(model, "lora", SINGLE)
+    yield from (Entry(model, "full-8bit") for model in EIGHT_BIT)
     yield from (Entry(model, "domain") for model in DOMAIN)
     yield from (Entry(model, "long", tokens=tokens) for model, tokens in LONG.items())
     yield from (Entry(model, "scratch", profile) for model in GPTS for profile in (HARDWARE, LARGER))

@@ -6,11 +6,15 @@ from .engine.comm.communicator import Communicator as Communicator
 from .engine.model import ShardedModel as ShardedModel
 from .engine.optim.adagrad import ShardedAdagrad as ShardedAdagrad
 from .engine.optim.adamw import ShardedAdamW as ShardedAdamW
+from .engine.optim.adamw_8bit import ShardedAdamW8bit as ShardedAdamW8bit
 from .engine.optim.ademamix import ShardedAdEMAMix as ShardedAdEMAMix
 from .engine.optim.lion import ShardedLion as ShardedLion
+from .engine.optim.lion_8bit import ShardedLion8bit as ShardedLion8bit
 from .engine.optim.loss_scale import LossScale as LossScale
+from .engine.optim.plain import AdamW8bit as AdamW8bit
 from .engine.optim.plain import AdEMAMix as AdEMAMix
 from .engine.optim.plain import Lion as Lion
+from .engine.optim.plain import Lion8bit as Lion8bit
 from .engine.optim.plain import StableAdamW as StableAdamW
 from .engine.optim.rmsprop import ShardedRMSprop as ShardedRMSprop
 from .engine.optim.sgd import ShardedSGD as ShardedSGD

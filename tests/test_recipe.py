@@ -225,6 +225,17 @@ def test_a_run_is_continued_by_the_same_recipe():
     ]:
         with pytest.raises(UserError, match=words):
             told(change)
+    for name, converts, goes_on in [
+        ("adamw_8bit", "true", True),
+        ("adamw_8bit", "false", False),
+        ("stable_adamw", "true", False),
+    ]:
+        changes = f"optimizer.name={name}", f"optimizer.convert_state={converts}"
+        if goes_on:
+            assert f"optimizer.name adamw -> {name}" in told(*changes)
+        else:
+            with pytest.raises(UserError, match=rf"optimizer\.name: adamw in checkpoint-4, now {name}"):
+                told(*changes)
     del before["data"]["long_text"], before["show"]
     assert told("data.long_text=cut", "show=null") == "", "an earlier version had no such key"
 

@@ -1,11 +1,16 @@
 """A key of a recipe that matches nothing is pointed to the right one, whatever tool its name is from."""
 
+from dataclasses import replace
+
 import pytest
 
+from ftkit.config.engine import EngineSettings
 from ftkit.config.errors import keys_of, section_of
 from ftkit.config.foreign_keys import PEERS
 from ftkit.config.recipe import Recipe, RecipeError, parse
+from ftkit.spec.strategy import Strategy
 from ftkit.spec.update_rules import RULES
+from ftkit.train.arguments import engine_settings, strategy_of
 
 FACTS = """\
 model: {name: some/model}
@@ -80,6 +85,9 @@ def optimizer(text: str):
         ("{}", "adamw", (0.9, 0.95), 1e-8),
         ("{name: paged_adamw_32bit, betas: [0.8, 0.9]}", "adamw", (0.8, 0.9), 1e-8),
         ("{name: lion_32bit}", "lion", (0.9, 0.99), None),
+        ("{name: paged_adamw_8bit}", "adamw_8bit", (0.9, 0.95), 1e-8),
+        ("{name: adamw_torch_8bit, eps: 1e-6}", "adamw_8bit", (0.9, 0.95), 1e-6),
+        ("{name: paged_lion_8bit}", "lion_8bit", (0.9, 0.99), None),
         ("{name: sgd, args: {momentum: 0.9, nesterov: true}}", "sgd", None, None),
         ("{name: adagrad}", "adagrad", None, 1e-10),
     ],
@@ -101,7 +109,8 @@ def test_a_dumped_optimizer_reads_back():
     ("text", "words"),
     [
         ("{name: adafactor}", "optimizer.name: found adafactor: it needs the means of rows and columns.*use adamw"),
-        ("{name: adamw_8bit}", "optimizer.name: found adamw_8bit: its 8-bit state is not supported yet; use adamw"),
+        ("{name: ademamix_8bit}", "optimizer.name: found ademamix_8bit: its 8-bit state is not supported; use adamw_8bit"),
+        ("{master: bf16}", "optimizer.master: found 'bf16', needs 'fp32' or 'split'"),
         ("{name: adam}", r"optimizer.name: found 'adam', needs .* \(did you mean 'adamw'\?\)"),
         ("{name: sgd, betas: [0.9, 0.99]}", "optimizer: betas is not a setting of sgd; remove it"),
         ("{name: lion, eps: 1e-8}", "optimizer: eps is not a setting of lion; remove it"),
@@ -118,3 +127,19 @@ def test_a_dumped_optimizer_reads_back():
 def test_what_an_optimizer_cannot_use_is_refused(text, words):
     with pytest.raises(RecipeError, match=words):
         optimizer(text)
+
+
+def test_forms_of_the_state_belong_to_the_optimizer_and_become_choices_of_the_strategy():
+    recipe = parse(FACTS + "optimizer: {name: adamw_bnb_8bit, master: split, convert_state: true}\n", "r.yaml")
+    strategy = engine_settings(recipe).strategy
+    assert (strategy.master, strategy.convert_state) == ("split", True)
+    assert strategy_of(recipe, "fp16") == Strategy(dtype="fp16", master="split", convert_state=True)
+    assert recipe.engine == Strategy()
+    assert recipe.optimizer.described.startswith("adamw_8bit, 8-bit moments, split master, peak learning rate")
+    assert optimizer("{}").described.startswith("adamw, peak learning rate")
+    assert parse(recipe.dump(), "dumped.yaml") == recipe
+    assert EngineSettings.of({"master": "split", "convert_state": True}).strategy == replace(
+        Strategy(), master="split", convert_state=True
+    )
+    for key, value in (("master", "split"), ("convert_state", True)):
+        assert f"engine.{key}: is {value}; in a recipe, set optimizer.{key}" in told(f"engine.{key}={str(value).lower()}")

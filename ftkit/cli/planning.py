@@ -48,7 +48,8 @@ def plan(
         bool | None,
         typer.Option(
             "--what-if/--no-what-if",
-            help="Also plan larger GPUs, an NVMe drive, LoRA, half the sequence length. Default: on if the rates are known.",
+            help="Also plan larger GPUs, a drive, 8-bit moments, LoRA, half the sequence length. Default: on if the rates "
+            "are known.",
         ),
     ] = None,
     most: Annotated[

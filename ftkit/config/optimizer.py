@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ftkit.config.values import CountOrZero, Fraction, NotNegative, Positive, Section
 from ftkit.config.wording import brief
+from ftkit.spec.strategy import FP32
 from ftkit.spec.update_rules import NAMES, REFUSED, RULES, UpdateRule
 
 ScheduleName = Literal[
@@ -80,7 +81,7 @@ def _own_name(name: Any) -> Any:
     return NAMES.get(name, name) if isinstance(name, str) else name
 
 
-DEFAULT_BETAS = {"adamw": (0.9, 0.95)}
+DEFAULT_BETAS = {"adamw": (0.9, 0.95), "adamw_8bit": (0.9, 0.95)}
 """Decay of the moments where a recipe differs from the rule's own default."""
 _NULL = "`{}: null` takes away the key of a recipe that this one extends"
 _KINDS = {
@@ -102,17 +103,25 @@ class Optimizer(Section):
     """The optimizer and its learning rate."""
 
     name: Annotated[
-        Literal["adamw", "sgd", "lion", "adagrad", "rmsprop", "ademamix", "stable_adamw"], BeforeValidator(_own_name)
+        Literal["adamw", "sgd", "lion", "adagrad", "rmsprop", "ademamix", "stable_adamw", "adamw_8bit", "lion_8bit"],
+        BeforeValidator(_own_name),
     ] = Field("adamw", description="update rule; its names in transformers, such as `adamw_torch`, are known")
     lr: Positive = Field(2e-5, description="peak learning rate")
     betas: tuple[Fraction, Fraction] | None = Field(
-        None, description="decay per step of the moments; default: 0.9, 0.95 of adamw, that of the rule for others"
+        None,
+        description="decay per step of the moments; default: 0.9, 0.95 of adamw and adamw_8bit, that of the rule for others",
     )
     eps: Positive | None = Field(None, description="added to the root of the second moment; default: that of the rule")
     args: dict[str, Any] = Field(
         default={},
         description="further settings of the rule: sgd `momentum`, `nesterov`; adagrad `lr_decay`; rmsprop `alpha`, "
         "`momentum`, `centered`; ademamix `beta3`, `alpha`, `t_alpha`, `t_beta3`",
+    )
+    master: Literal["fp32", "split"] = Field(
+        FP32, description="master of a 16-bit weight; split: a 16-bit residual beside the weight, 2 bytes instead of 4"
+    )
+    convert_state: bool = Field(
+        False, description="on resume, take moments that were saved in the other form, fp32 or 8 bits"
     )
     weight_decay: NotNegative = Field(0.0, description="on matrices; biases and norms are left out")
     warmup_steps: CountOrZero = Field(0, description="optimizer steps until the peak")
@@ -150,10 +159,11 @@ class Optimizer(Section):
 
     @property
     def described(self) -> str:
-        """Rule and schedule for a reader."""
+        """Rule, forms of its state, and schedule for a reader."""
         end = "" if self.min_lr is None else f" to {self.min_lr:g}"
         warmup = f"{self.warmup_ratio:g} of the steps" if self.warmup_ratio else f"{self.warmup_steps} steps"
-        return f"{self.name}, peak learning rate {self.lr:g}, {self.schedule}{end}, warm-up {warmup}"
+        rule = ", ".join([self.name, *self.rule.forms(self.master)])
+        return f"{rule}, peak learning rate {self.lr:g}, {self.schedule}{end}, warm-up {warmup}"
 
     @property
     def rule(self) -> UpdateRule:

@@ -201,6 +201,10 @@ class Show(Section):
         return self
 
 
+OTHER_SECTIONS = {"dtype": "train.dtype", "master": "optimizer.master", "convert_state": "optimizer.convert_state"}
+"""Choices of the strategy that a recipe has outside `engine:`."""
+
+
 class Recipe(Section):
     """All facts of one run."""
 
@@ -238,8 +242,9 @@ class Recipe(Section):
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
         if self.task == "seq2seq" and self.data.loss_on != "answers":
             raise ValueError(f"data.loss_on is {self.data.loss_on} and task: seq2seq trains on answers only; remove it")
-        if self.engine.dtype != AUTO:
-            raise ValueError(f"engine.dtype is {self.engine.dtype}; in a recipe, set train.dtype")
+        for key, home in OTHER_SECTIONS.items():
+            if (given := getattr(self.engine, key)) != getattr(OPEN, key):
+                raise ValueError(f"engine.{key} is {given}; in a recipe, set {home}")
         return self
 
     @model_validator(mode="after")

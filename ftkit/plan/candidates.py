@@ -159,6 +159,13 @@ def larger(strategy: Strategy, micro_batch: int) -> Strategy:
     return replace(strategy, micro_batch=micro_batch, accumulation=max(sequences // micro_batch, 1))
 
 
+def in_8_bits(shape: Shape) -> Shape | None:
+    """Return the shape with 8-bit moments. None if its rule has no such form, or if it has no moments that can be coded."""
+    rule = shape.rule.in_8_bits
+    coded = any(flat.trained and flat.coded_numel for flats, _ in shape.groups for flat in flats)
+    return replace(shape, rule=rule) if rule is not None and coded else None
+
+
 def with_adapter(shape: Shape) -> Shape:
     """Return the shape of the same model with only an adapter of rank 16 trained."""
     frozen = shape.frozen()

@@ -4,7 +4,7 @@
 
     parameters       S or W*S of each flat parameter, compute dtype                on their tier
     gradients        S (W*S if they are reduced late)                              on their tier
-    master, moments  S of each trained flat parameter, fp32, one and two           on the state's tier
+    master, moments  the stores of each trained flat parameter (`state.py`)        on the state's tier
     slots            two of the widest block's weights, one of its gradient, all weights if they stay gathered, and
                      a buffer of the widest gradient shard that moves to host or NVMe                            device
     staging          host buffers between tiers: weights read ahead, gradients offloaded, pieces updated           host
@@ -30,6 +30,7 @@ from functools import cached_property, lru_cache
 
 from ftkit.plan.attention import backward_bytes
 from ftkit.plan.shape import Flat, Placed, Shape
+from ftkit.plan.state import saved_bytes, state_of, total_bytes, weights_tier
 from ftkit.spec import sizes
 from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
@@ -40,6 +41,7 @@ LABELS = {
     "activations": "inputs of recomputed blocks",
     "master": "fp32 master weights",
     "moments": "optimizer moments",
+    "residual": "16-bit residuals of master weights",
     "root parameters": "embedding and head",
     "slots": "gather buffers",
     "staging": "copy buffers",
@@ -159,18 +161,18 @@ def _weights(shape: Shape, strategy: Strategy) -> Iterator[Item]:
 
 def _state(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     """Yield master weights and moments, and the exact values of weights that were not read from files."""
-    owners, moments = strategy.owners(shape.world_size), len(shape.rule.moments)
-    sizes = {"master": 0, "moments": 0}
+    owners = strategy.owners(shape.world_size)
+    sizes = {"master": 0, "residual": 0, "moments": 0}
     widest = 0
     for placed, count in shape.counted:
         if placed.flat.trained:
-            shard = count * placed.flat.shard_numel(owners) * 4
-            own = _flat_state_bytes(shape, strategy, placed, cpu=cpu)
-            sizes["moments"] += moments * shard
-            sizes["master"] += count * own - moments * shard
-            widest = max(widest, own)
+            state = state_of(shape, strategy, placed, cpu=cpu)
+            sizes["moments"] += count * total_bytes(state.moments)
+            for store in state.masters:
+                sizes[store.role] += count * store.size_bytes
+            widest = max(widest, state.size_bytes)
             if shape.fresh and placed.flat.itemsize < 4:  # until the first step has made the state from them
-                tier = DEVICE if strategy.state == DEVICE else HOST
+                tier, shard = DEVICE if strategy.state == DEVICE else HOST, count * placed.flat.shard_numel(owners) * 4
                 yield Item("initial values", tier, shard, ("load", "train") if strategy.state == NVME else ("load",))
     # A state on two tiers is divided by whole flat parameters: host memory is used up to the limit, or up to one flat
     # parameter less.
@@ -178,19 +180,12 @@ def _state(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     most = min(decided(strategy.state_host_bytes), total)
     for tier, part in ((HOST, most), (strategy.state, total - max(most - widest, 0))):
         if part:
-            master = sizes["master"] * part // total
-            yield Item("master", tier, master, AFTER_LOAD)
-            yield Item("moments", tier, part - master, AFTER_LOAD)
+            shares = {purpose: sizes[purpose] * part // total for purpose in ("master", "residual")}
+            for purpose, share in {**shares, "moments": part - sum(shares.values())}.items():
+                yield Item(purpose, tier, share, AFTER_LOAD)
     if shape.fresh:
         widest = max((placed.flat.padded_numel(owners) for placed, _ in shape.counted), default=0)
         yield Item("workspace", DEVICE, 4 * widest, ("load",))
-
-
-def _flat_state_bytes(shape: Shape, strategy: Strategy, placed: Placed, *, cpu: bool) -> int:
-    """Return the bytes of a flat parameter's master and moments on a rank."""
-    apart = not _own_master(placed, strategy, shape.world_size, cpu=cpu)
-    numel = placed.flat.shard_numel(strategy.owners(shape.world_size))
-    return placed.flat.trained * (len(shape.rule.moments) + apart) * 4 * numel
 
 
 def widest_states_bytes(shape: Shape, strategy: Strategy, units: int, *, cpu: bool) -> int:
@@ -198,17 +193,11 @@ def widest_states_bytes(shape: Shape, strategy: Strategy, units: int, *, cpu: bo
     kinds = [([Placed(flat, "block") for flat in flats], count) for flats, count in shape.groups]
     kinds += [([Placed(flat, "root")], 1) for flat in shape.roots]
     sizes = [
-        sum(_flat_state_bytes(shape, strategy, placed, cpu=cpu) for placed in unit)
+        sum(state_of(shape, strategy, placed, cpu=cpu).size_bytes for placed in unit)
         for unit, count in kinds
         for _ in range(min(count, units))
     ]
     return sum(sorted(sizes)[-units:])
-
-
-def _own_master(placed: Placed, strategy: Strategy, world_size: int, *, cpu: bool) -> bool:
-    """Return whether fp32 weights are their own master: they are where the state is updated."""
-    tier = DEVICE if strategy.resident(placed.kind, world_size) else strategy.parameters
-    return placed.flat.itemsize == 4 and (cpu or tier == NVME or (tier == DEVICE) == (strategy.state == DEVICE))
 
 
 def _slots(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
@@ -260,24 +249,21 @@ def _update_widths(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, 
     world, owners = shape.world_size, strategy.owners(shape.world_size)
     updated = DEVICE if strategy.state == DEVICE else HOST
 
-    def note(role: str, tier: str, numel: int, itemsize: int) -> None:
+    def note(role: str, tier: str, numel: int, itemsize: int, piece_numel: int = sizes.PIECE_NUMEL) -> None:
         if tier == NVME or (not cpu and tier != updated):
-            widths[role] = max(widths[role], min(numel, sizes.PIECE_NUMEL) * itemsize)
+            widths[role] = max(widths[role], min(numel, piece_numel) * itemsize)
 
     for placed, _ in shape.counted:
         flat = placed.flat
         if not flat.trained:
             continue
         numel = flat.shard_numel(owners)
-        weights = DEVICE if strategy.resident(placed.kind, world) else strategy.parameters
-        own = _own_master(placed, strategy, world, cpu=cpu)
+        weights, state = weights_tier(placed, strategy, world), state_of(shape, strategy, placed, cpu=cpu)
         gradient = DEVICE if strategy.reduced_late(placed.kind, world) else strategy.gradients
         note("gradient", gradient, numel, strategy.gradient_itemsize(flat.itemsize))
-        note("master", weights if own else strategy.state, numel, 4)
-        for moment in range(len(shape.rule.moments)):
-            note(f"moment {moment}", strategy.state, numel, 4)
-        if not own:
-            note("weight", weights, numel, flat.itemsize)
+        for store in state.stores:
+            note(store.role, strategy.tier("state"), store.numel, store.itemsize, store.piece_numel)
+        note("master" if state.own_master else "weight", weights, numel, flat.itemsize)
     return dict(widths)
 
 
@@ -407,7 +393,7 @@ def _fixed(shape: Shape, *, cpu: bool) -> Iterator[Item]:
 
 def _checkpoint_bytes(shape: Shape) -> int:
     """Return the disk space of the kept checkpoints, of one being written, and of the exported model."""
-    saved = shape.trained_numel * shape.rule.state_bytes
+    saved = sum(saved_bytes(shape.rule, p.flat) * count for p, count in shape.counted if p.flat.trained)
     if not shape.peft:
         saved += sum(p.flat.numel * p.flat.itemsize * count for p, count in shape.counted if not p.flat.trained)
     model = 4 * shape.trained_numel if shape.peft else shape.numel * shape.itemsize

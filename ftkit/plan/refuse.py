@@ -6,15 +6,17 @@ Each change was planned before it is named.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.plan.candidates import Request, some_divisors, with_adapter
+from ftkit.plan.candidates import Request, in_8_bits, some_divisors, with_adapter
 from ftkit.plan.limits import Limits, Shortage, gib, gib_up
 from ftkit.plan.memory import LABELS, Memory
-from ftkit.spec.strategy import AUTO, Strategy, decided
+from ftkit.plan.state import states_bytes
+from ftkit.spec.strategy import AUTO, SPLIT, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 
@@ -61,7 +63,7 @@ def refusal(asked: Request, passed: Sequence[tuple[Strategy, tuple[Shortage, ...
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
         )
     here = " this machine, which has no GPU" if limits.cpu and not any("profile" in name for _, name in limits.names) else ""
-    options = "; or ".join(islice(_options(asked), 3)) or "use a smaller model"
+    options = "; or ".join(islice(_options(asked, strategy), 3)) or "use a smaller model"
     tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     text = (
         f"does not fit{here}: {'; '.join(tiers)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
@@ -73,8 +75,8 @@ def refusal(asked: Request, passed: Sequence[tuple[Strategy, tuple[Shortage, ...
     return DoesNotFit(text, short)
 
 
-def _options(asked: Request) -> Iterator[str]:
-    """Yield changes after each of which a strategy fits, the cheapest first."""
+def _options(asked: Request, nearest: Strategy) -> Iterator[str]:
+    """Yield changes after each of which a strategy fits, the cheapest first. `nearest` comes nearest without one."""
     shape, limits, wanted = asked.shape, asked.limits, asked.wanted
     if wanted.micro_batch != AUTO and wanted.micro_batch > 1:
         for micro in some_divisors(asked.sequences, wanted.micro_batch - 1):
@@ -86,6 +88,7 @@ def _options(asked: Request) -> Iterator[str]:
         yield f"leave the choices of engine: to the plan ({strategy} fits)"
     if (size := _needed(asked, NVME)) and size > (limits.nvme_bytes or 0):
         yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each node (to plan with it: memory.nvme_gib)"
+    yield from islice(_smaller_states(asked, nearest), 1)
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
     if shorter.sequence_tokens >= 64 and replace(asked, shape=shorter).first_fit():
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"
@@ -95,6 +98,25 @@ def _options(asked: Request) -> Iterator[str]:
         yield "train an adapter (adapter: {rank: 16})"
     if not limits.cpu and limits.device_bytes is not None and (size := _needed(asked, DEVICE)):
         yield f"use GPUs with {gib_up(size)} GiB each (memory.device_gib)"
+
+
+def _smaller_states(asked: Request, nearest: Strategy) -> Iterator[str]:
+    """Yield smaller forms of the optimizer state with which a strategy fits, the nearest form first."""
+    if asked.shape.peft:
+        return
+    coded = in_8_bits(asked.shape)
+    forms = [(coded, asked.wanted.master)] if coded else []
+    if asked.wanted.master != SPLIT and asked.shape.itemsize == 2:
+        forms.append((coded or asked.shape, SPLIT))
+    for shape, master in forms:
+        other = replace(asked, shape=shape, wanted=replace(asked.wanted, master=master))
+        with suppress(UserError):  # a split master contradicts weights that the user placed elsewhere
+            if (strategy := other.first_fit()) is not None:
+                before = states_bytes(asked.shape, nearest, cpu=asked.limits.cpu)
+                after = states_bytes(shape, strategy, cpu=asked.limits.cpu)
+                changes = [f"optimizer.name to {shape.rule.name}"] * (shape.rule != asked.shape.rule)
+                changes += ["optimizer.master to split"] * (master != asked.wanted.master)
+                yield f"set {' and '.join(changes)} ({gib(after)} GiB of state instead of {gib(before)})"
 
 
 def _needed(asked: Request, tier: str) -> int | None:

@@ -91,7 +91,7 @@ class Steps:
         self.recomputed = len(shape.blocks) - strategy.graphs(len(shape.blocks))  # blocks, from the first on
 
         def group(flats: Sequence[Flat], kind: FlatKind) -> Group:
-            return Group(flats, kind, strategy, self.world)
+            return Group(flats, kind, shape, strategy, cpu=in_order)
 
         kinds = {flats: group(flats, "block") for flats, _ in shape.groups}
         self.blocks = [kinds[flats] for flats in shape.blocks]
@@ -330,7 +330,7 @@ class Steps:
 
     def _norm_of_tensors(self, groups: Sequence[Group], norm: int) -> int:
         """Read gradients and some moments once more before any update, as StableAdamW does; return the event after it."""
-        state = self.shape.rule.reread_bytes * sum(group.state_numel for group in groups)
+        state = sum(group.reread for group in groups)
         gradients = sum(group.summed for group in groups)
         if self.strategy.state == DEVICE:
             return self.script.add("norm of tensors", "compute", {"hbm": state + gradients}, [norm])
@@ -342,9 +342,8 @@ class Steps:
     def _update_of(self, number: int, groups: Sequence[Group], norm: int) -> int:
         """Update a block (or `OUTSIDE`); return the event after which its weights are complete."""
         name = "outside" if number == OUTSIDE else str(number)
-        numel = sum(group.state_numel for group in groups)
         weights, gradient = sum(group.updated for group in groups), sum(group.summed for group in groups)
-        state, traffic = self.shape.rule.state_bytes * numel, self.shape.rule.traffic_bytes * numel
+        state, traffic = sum(group.state for group in groups), sum(group.traffic for group in groups)
         if self.strategy.state == DEVICE:
             return self.script.add(f"update {name}", "compute", {"hbm": traffic}, [norm])
         before: list[int | None] = [norm]
@@ -355,9 +354,12 @@ class Steps:
             self.left -= int(state)
         if self.strategy.gradients == NVME:
             before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
-        if not stays:
+        files = 0.0 if stays else state
+        if self.strategy.parameters == NVME:
+            files += sum(group.weights_read for group in groups)
+        if files:
             after = [norm, self.stored.get(number)]
-            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": state}, after))
+            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": files}, after))
         done = self.script.add(f"adam {name}", "host update", {"dram": traffic}, before)
         if not stays:
             self.stored[number] = self.script.add(f"write {name}", "nvme write", {"nvme_write": state}, [done])

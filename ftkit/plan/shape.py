@@ -29,11 +29,13 @@ class Flat:
         numel: N, in elements.
         itemsize: Bytes of an element in use.
         trained: It has a gradient and optimizer state.
+        coded_numel: Elements of its matrices whose moments can be stored in 8 bits; they come first.
     """
 
     numel: int
     itemsize: int
     trained: bool
+    coded_numel: int = 0
 
     def shard_numel(self, owners: int) -> int:
         """Return S: elements of one of `owners` shards."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ftkit.plan.shape import Flat
+from ftkit.plan.shape import Flat, Placed, Shape
+from ftkit.plan.state import state_of, total_bytes
 from ftkit.spec.strategy import FlatKind, Strategy
 
 
@@ -22,12 +23,15 @@ class Group:
         reduced: Bytes sent to reduce the gradients.
         received: Bytes of this rank's reduced gradients, before they are added to the sum.
         summed: Bytes of this rank's sums of gradients.
-        state_numel: Elements of this rank's optimizer state.
+        state: Bytes of this rank's optimizer state.
+        reread: Bytes of the moments in it that a step reads once more before the update.
+        traffic: Bytes of memory traffic of the update.
         updated: Bytes of this rank's trained weights.
+        weights_read: Bytes of those that the update reads.
     """
 
-    def __init__(self, flats: Sequence[Flat], kind: FlatKind, strategy: Strategy, world: int) -> None:
-        owners = strategy.owners(world)
+    def __init__(self, flats: Sequence[Flat], kind: FlatKind, shape: Shape, strategy: Strategy, *, cpu: bool) -> None:
+        world, owners = shape.world_size, strategy.owners(shape.world_size)
         trained = [flat for flat in flats if flat.trained]
         self.kind, self.empty = kind, not flats
         self.numel, self.trained_numel = sum(flat.numel for flat in flats), sum(flat.numel for flat in trained)
@@ -49,8 +53,16 @@ class Group:
         shards = [flat.shard_numel(owners) for flat in trained]
         self.received = float(sum(numel * slot for numel, slot in zip(shards, slots)))
         self.summed = float(sum(numel * itemsize for numel, itemsize in zip(shards, sums)))
-        self.state_numel = float(sum(shards))
-        self.updated = float(sum(numel * flat.itemsize for numel, flat in zip(shards, trained)))
+        weights = [numel * flat.itemsize for numel, flat in zip(shards, trained)]
+        self.updated = float(sum(weights))
+        states = [state_of(shape, strategy, Placed(flat, kind), cpu=cpu) for flat in trained]
+        self.state = float(sum(state.size_bytes for state in states))
+        reread = [store for state in states for store in state.moments if store.role in shape.rule.read_twice]
+        self.reread = float(total_bytes(reread))
+        self.weights_read = float(sum(size for size, state in zip(weights, states) if state.reads_weights))
+        # Read a gradient, read and write the state, write the weight, and read it where it is the master or a half of it.
+        moved = sum(size * (2 + state.reads_weights) for size, state in zip(weights, states))
+        self.traffic = 2 * self.state + moved
 
 
 def _sent(flat: Flat, itemsize: int, world: int) -> float:

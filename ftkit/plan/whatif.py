@@ -1,4 +1,4 @@
-"""What if: plans of the same model with larger GPUs, a drive, an adapter, or shorter sequences, and of the largest model.
+"""What if: plans of the same model with larger GPUs, a drive, 8-bit moments, an adapter, or shorter sequences; the largest.
 
 Questions that do not apply are left out: no larger GPUs than the present ones, no adapter for an adapter.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ftkit.plan.candidates import last_true, with_adapter
+from ftkit.plan.candidates import in_8_bits, last_true, with_adapter
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.memory import GIB
 from ftkit.plan.plan import Asked, Plan
@@ -53,6 +53,8 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
         read, write = (rate / limits.ranks_per_node for rate in (known.rates.nvme_read, known.rates.nvme_write))
         rates = None if asked.rates is None else replace(asked.rates, nvme_read=read, nvme_write=write)
         yield f"NVMe of {known.nvme_gib:,.0f} GiB", replace(asked, limits=replace(limits, nvme_bytes=size), rates=rates)
+    if (coded := in_8_bits(shape)) is not None:
+        yield f"8-bit moments ({coded.rule.name})", replace(asked, shape=coded)
     if not shape.peft:
         yield "LoRA, rank 16 (estimate)", replace(asked, shape=with_adapter(shape))
     half = shape.sequence_tokens // 2

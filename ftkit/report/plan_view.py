@@ -85,7 +85,8 @@ def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
     cached = decided(strategy.state_host_bytes) / GIB
     cache = f"; {cached:.1f} GiB of each rank's state cached in host memory" if cached else ""
     update = f"updated {'while the next forward runs' if strategy.deferred else 'at the end of the step'}"
-    yield "optimizer state", f"{stored('state')}, {update}{cache}"
+    forms = [stored("state"), *shape.rule.forms(strategy.master)]
+    yield "optimizer state", f"{', '.join(forms)}, {update}{cache}"
     blocks = len(shape.blocks)
     graphs = strategy.graphs(blocks)
     words = f"{graphs} of {blocks} blocks keep their activations, {blocks - graphs} recompute them"

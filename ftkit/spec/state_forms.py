@@ -56,7 +56,7 @@ class CodedSizes:
             owners: Number of shards.
         """
         plain = max(stop - start for start, stop in (plain_range(shard_numel, coded_numel, numel, k) for k in range(owners)))
-        return cls(shard_numel, _pages(shard_numel // GROUP_NUMEL), plain)
+        return cls(shard_numel, whole_pages(shard_numel // GROUP_NUMEL), plain)
 
     @property
     def size_bytes(self) -> int:
@@ -65,13 +65,14 @@ class CodedSizes:
 
 
 def plain_range(shard_numel: int, coded_numel: int, numel: int, rank: int) -> tuple[int, int]:
-    """Return the elements [start, stop) of a rank's shard in the plain store, in whole pages. Empty if it has none."""
+    """Return the elements [start, stop) of a rank's shard in the plain store, in whole pages. (S, S) if it has none."""
     first, stop = rank * shard_numel, min((rank + 1) * shard_numel, numel)
     coded = min(max(coded_numel - first, 0), shard_numel)
     if stop - first <= coded:
-        return 0, 0
-    return coded // _PAGE * _PAGE, _pages(stop - first)
+        return shard_numel, shard_numel
+    return coded // _PAGE * _PAGE, whole_pages(stop - first)
 
 
-def _pages(numel: int) -> int:
+def whole_pages(numel: int) -> int:
+    """Return a number of values, rounded up to pages of fp32."""
     return -(-numel // _PAGE) * _PAGE

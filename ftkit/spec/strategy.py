@@ -21,6 +21,8 @@ Auto = Literal["auto"]
 T = TypeVar("T")
 
 FP32: Final = "fp32"
+SPLIT: Final = "split"
+"""Forms of the master weights of 16-bit weights (`Strategy.master`)."""
 STEP: Final = "step"
 UNIT: Final = "unit"
 """The micro-batches of a step run through the model one after another, or all through each block before the next."""
@@ -67,10 +69,14 @@ class Strategy:
     gradients: TierOrAuto = Field(default=AUTO, description="tier of gradient shards")
     state: TierOrAuto = Field(default=AUTO, description="tier of master weights and moments")
     master: Literal["fp32", "split"] = Field(
-        default=FP32, description="of 16-bit weights; split: a 16-bit residual beside the weight, 2 bytes instead of 4"
+        default=FP32,
+        description="of 16-bit weights; split: a 16-bit residual beside the weight, 2 bytes instead of 4; "
+        "in a recipe: optimizer.master",
     )
     convert_state: Switch = Field(
-        default=False, description="take the moments of a checkpoint in the other form, fp32 or 8 bits"
+        default=False,
+        description="take the moments of a checkpoint in the other form, fp32 or 8 bits; "
+        "in a recipe: optimizer.convert_state",
     )
     activation_offload: TierOrAuto = Field(
         default=AUTO, description="tier of the inputs of recomputed blocks until backward"
@@ -164,6 +170,12 @@ class Strategy:
                 "optimizer state on the device needs parameters and gradients there: place the state where the lowest of "
                 f"parameters ({self.parameters}) and gradients ({self.gradients}) is"
             )
+        if not cpu and self.master == SPLIT and self.state != DEVICE and (self.parameters == DEVICE or stage < 3):
+            return (
+                f"optimizer.master: split needs the weights where the state is: the state is on {self.state}, the weights "
+                f"on {self.parameters} at stage {stage}. Set engine.parameters to host and engine.stage to 3, set "
+                "engine.state to device, or set optimizer.master to fp32"
+            )
         return None
 
     def graphs(self, blocks: int) -> int:
@@ -209,6 +221,8 @@ class Strategy:
                 yield f"{' and '.join(kinds).replace('activation_offload', 'activations')} on {tier}"
         if self.state_host_bytes not in (AUTO, 0):
             yield f"{decided(self.state_host_bytes) / 2**30:.1f} GiB of each rank's state cached in host memory"
+        if self.master == SPLIT:
+            yield "split master weights"
         if self.accumulate_in == UNIT and self.parts > 1:
             yield f"{self.parts} micro-batches through each block together"
         if self.update == "deferred":

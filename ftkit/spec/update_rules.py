@@ -56,15 +56,19 @@ class UpdateRule:
         """The settings that belong to this rule alone, with their defaults: `optimizer.args`, or `optim_args`."""
         return {key: value for key, value in self.settings.items() if key not in ("lr", "weight_decay", "betas", "eps")}
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state per element: the fp32 master weight and the moments."""
-        return FP32_BYTES * (1 + len(self.moments))
+    def forms(self, master: str) -> list[str]:
+        """Return the parts of its state that are not fp32, for a reader. `master` is that of the strategy."""
+        return ["8-bit moments"] * self.coded + ["split master"] * (master == "split")
 
     @property
-    def reread_bytes(self) -> int:
-        """Bytes of state per element that a step reads once more."""
-        return FP32_BYTES * len(self.read_twice)
+    def in_8_bits(self) -> UpdateRule | None:
+        """The same rule with 8-bit moments. None if there is none, or if this one has them."""
+        return None if self.coded else RULES.get(f"{self.name}_8bit")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state per element in fp32: the master weight and the moments."""
+        return FP32_BYTES * (1 + len(self.moments))
 
     @property
     def traffic_bytes(self) -> int:
@@ -73,7 +77,10 @@ class UpdateRule:
 
 
 ADAMW = UpdateRule(
-    "adamw", ("exp_avg", "exp_avg_sq"), {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    "adamw",
+    ("exp_avg", "exp_avg_sq"),
+    {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
+    roots=("exp_avg_sq",),
 )
 SGD = UpdateRule(
     "sgd",
@@ -109,7 +116,7 @@ STABLE_ADAMW = UpdateRule(
     {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 1e-2},
     read_twice=("exp_avg_sq",),
 )
-ADAMW_8BIT = replace(ADAMW, name="adamw_8bit", coded=True, roots=("exp_avg_sq",))
+ADAMW_8BIT = replace(ADAMW, name="adamw_8bit", coded=True)
 LION_8BIT = replace(LION, name="lion_8bit", coded=True)
 RULES = {
     rule.name: rule

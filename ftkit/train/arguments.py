@@ -7,6 +7,7 @@ Trainer are for scripts with `from ftkit import Trainer`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ftkit.config.recipe import Adapter, Recipe, split_batch
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
+from ftkit.spec.strategy import Strategy
 from ftkit.train.held_out import METRICS
 from ftkit.train.schedule import schedule_of, warmup_of
 
@@ -47,9 +49,15 @@ def lora_config(adapter: Adapter | None, task: str) -> LoraConfig | None:
     )
 
 
+def strategy_of(recipe: Recipe, dtype: str) -> Strategy:
+    """Return the decisions of a recipe: its section `engine:`, and those of its other sections. `dtype` is not auto."""
+    chosen: dict[str, Any] = {"dtype": dtype, "master": recipe.optimizer.master}
+    return replace(recipe.engine, **chosen, convert_state=recipe.optimizer.convert_state)
+
+
 def engine_settings(recipe: Recipe) -> EngineSettings:
     """Return the engine's settings of a recipe, with the dtype that it computes in on this machine."""
-    return EngineSettings(recipe.engine, recipe.memory).choosing(dtype=compute_dtype(recipe.train.dtype))
+    return EngineSettings(strategy_of(recipe, compute_dtype(recipe.train.dtype)), recipe.memory)
 
 
 def check_report_to(names: tuple[str, ...]) -> None:

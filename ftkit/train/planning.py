@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ from ftkit.plan.plan import Asked, Plan
 from ftkit.plan.speed import Rates
 from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
-from ftkit.train.arguments import checkpoints_kept, compute_dtype, engine_settings, lora_config
+from ftkit.train.arguments import checkpoints_kept, compute_dtype, engine_settings, lora_config, strategy_of
 
 BYTES_PER_TOKEN = 4
 """Bytes of a data file per token: about 4 characters of English text, JSON keys included."""
@@ -116,7 +116,7 @@ def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, profile: H
         rule=recipe.optimizer.rule,
     )
     forced = engine.micro_batch != AUTO or engine.accumulation != AUTO
-    wanted = replace(engine, dtype=cast(Any, dtype), micro_batch=micro_batch if forced else AUTO, accumulation=AUTO)
+    wanted = replace(strategy_of(recipe, dtype), micro_batch=micro_batch if forced else AUTO, accumulation=AUTO)
     if engine.accumulate_in == AUTO and not divisible(blocks):
         wanted = replace(wanted, accumulate_in=STEP)
     return Asked(

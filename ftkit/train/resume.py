@@ -128,7 +128,10 @@ def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str:
     """
     changes = list(_changes(before, recipe.model_dump(mode="json")))
     schedules = {before.get("optimizer", {}).get("schedule"), recipe.optimizer.schedule}
-    keys = (*FIXED, *STATE_OF_FOLLOWING) if schedules & set(FOLLOWING) else FIXED
+    keys: tuple[str, ...] = (*FIXED, *STATE_OF_FOLLOWING) if schedules & set(FOLLOWING) else FIXED
+    names = {name.removesuffix("_8bit") for name in (before.get("optimizer", {}).get("name", ""), recipe.optimizer.name)}
+    if recipe.optimizer.convert_state and len(names) == 1:  # fp32 moments to 8 bits, or back
+        keys = tuple(key for key in keys if key != "optimizer.name")
     if fixed := [f"  {key}: {old} in {where}, now {new}" for key, old, new in changes if key.startswith(keys)]:
         listed = "\n".join(fixed)
         raise UserError(

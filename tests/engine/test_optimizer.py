@@ -100,7 +100,7 @@ def compare(
     plain = OneBlock()
     ours, theirs = OURS[kind](units, GROUPS[groups](model)), PLAIN[kind](GROUPS[groups](plain))
     if reference:
-        ours.updater.update_piece = ours.reference_update
+        ours.update_piece = ours.reference_update
     world = units.comm.world_size
     for step, names in enumerate(turns):
         give(units, step, names)

@@ -189,7 +189,7 @@ def run(case: str, *, reference: bool = False, **choices: Any) -> None:
         units = shard(model, [("block", model.block)], comm=comm, strategy=strategy, tiers=tiers)
         optimizer = SHARDED[name](units, **settings)
         if reference:
-            optimizer.updater.update_piece = optimizer.reference_update
+            optimizer.update_piece = optimizer.reference_update
         (flat,) = units.flats
         for step in range(STEPS):
             named = {index: segment.name[-1] for index, segment in enumerate(flat.layout.segments)}

@@ -1,8 +1,8 @@
 """Every name that the installed transformers knows for `optim=` trains as its reference, or is refused with what to use.
 
 The reference is the stock Trainer with the optimizer object that the name means, in one process, for twenty steps. None of
-the libraries behind the names is installed or needed. On several ranks with given gradients the rules are compared in
-`tests/engine/test_update_rules.py`.
+the libraries behind the names is installed or needed. 8-bit names train nearly as their rule in fp32. On several ranks with
+given gradients the rules are compared in `tests/engine/test_update_rules.py`.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ class Made:
 
 def compare(folder: str, name: str) -> None:
     """Train with a name on the engine, and with its reference in the stock Trainer."""
-    rule = NAMES[name]
+    rule = NAMES[name].removesuffix("_8bit")
     stock = train("stock", f"{folder}/stock", replace(RUN, options={"optimizers": Made(rule)}))
     ours = replace(RUN, arguments={**RUN.arguments, "optim": name, "optim_args": TRAINED[rule][0] or None})
     outcome = train("ours", f"{folder}/ours", ours)
-    assert_same_history(outcome, stock, relative=1e-6)
-    assert_same_weights(outcome.weights, stock.weights, limit=1e-6)
+    coded = RULES[NAMES[name]].coded
+    assert_same_history(outcome, stock, relative=2e-2 if coded else 1e-6)
+    assert_same_weights(outcome.weights, stock.weights, limit=0.015 if coded else 1e-6)  # they move by 0.05
 
 
 @pytest.mark.parametrize("name", [name for name in INSTALLED if name not in REFUSED])
@@ -86,9 +87,9 @@ def test_a_refused_name_ends_the_run_before_the_model_is_sharded(world1: Any, tm
 
 
 def refused(folder: str) -> None:
-    """Ask for 8 bits."""
-    trainer = runs.make_trainer("ours", folder, replace(RUN, arguments={**RUN.arguments, "optim": "adamw_bnb_8bit"}))
-    with pytest.raises(UserError, match="its 8-bit state is not supported yet; use adamw"):
+    """Ask for 8 bits of a rule that has none."""
+    trainer = runs.make_trainer("ours", folder, replace(RUN, arguments={**RUN.arguments, "optim": "ademamix_8bit"}))
+    with pytest.raises(UserError, match="its 8-bit state is not supported; use adamw_8bit, or ademamix"):
         trainer.train()
     assert trainer.units is None
 
@@ -135,3 +136,27 @@ def prepared() -> None:
 
 def test_accelerate_prepares_adagrad_of_torch(world1: Any) -> None:
     world1.run(prepared)
+
+
+@pytest.mark.parametrize("kind", [ftkit.AdamW8bit, ftkit.Lion8bit])
+def test_eight_bits_need_the_engine(kind: Any, world1: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = kind([parameter], lr=1e-2)
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}: 8-bit moments exist in sharded models only"):
+        optimizer.step()
+    assert parameter.tolist() == [1.0] * 3
+    world1.run(prepared_8bit, kind)
+
+
+def prepared_8bit(kind: Any) -> None:
+    """Prepare it with a model: the sharded form has its settings, and steps."""
+    model = runs.llama(num_hidden_layers=1)
+    optimizer = kind(model.parameters(), lr=3e-4, betas=BETAS)
+    model, ours = ftkit.Accelerator(cpu=True).prepare(model, optimizer)
+    assert type(ours.optimizer) is kind.sharded
+    assert ours.optimizer.rule == kind.sharded.kind
+    assert ours.optimizer.param_groups[0]["betas"] == BETAS
+    ids = torch.randint(0, 64, (1, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    ours.step()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recipes import EIGHT_BIT, ONLY_8_BIT
 from ftkit.config.recipe import Recipe, parse
 from ftkit.plan.catalog import Architecture, architectures, find_hardware
 from ftkit.train.planning import model_of, plan_recipe
@@ -15,12 +16,13 @@ def recipe_of(known: Architecture, folder: Path) -> Recipe:
     rows = folder / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
     t5 = known.config["model_type"] == "t5"
+    chosen = EIGHT_BIT[known.name] if known.name in ONLY_8_BIT else {}
     text = f"""
 model: {{name: {known.name}}}
 task: {"seq2seq" if t5 else "causal-lm"}
 data: {{path: {rows}, sequence_tokens: {512 if t5 else 2048}}}
-train: {{batch_tokens: 131072, epochs: 1}}
-optimizer: {{lr: 1.0e-5}}
+train: {{batch_tokens: {chosen.get("batch", 131072)}, epochs: 1}}
+optimizer: {{{chosen.get("rule", "")}lr: 1.0e-5}}
 output: {{dir: {folder / "run"}}}
 """
     return parse(text, "recipe.yaml")
@@ -36,4 +38,4 @@ def test_a_packaged_model_has_its_parameters_and_fits_the_box(name: str, tmp_pat
     plan = plan_recipe(recipe, 8, eight)
     assert plan.shape.trained_numel == plan.shape.numel == known.parameters
     assert plan.speed is not None
-    assert 2000 < plan.speed.tokens_per_s < 9000
+    assert 1800 < plan.speed.tokens_per_s < 9000

@@ -16,7 +16,7 @@ from ftkit.hf.memory import shape as shapes
 from ftkit.hf.sharding import shard
 from ftkit.hf.trainer.optimizers import SHARDED
 from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes
-from ftkit.spec.update_rules import ADAMW, ADEMAMIX, SGD
+from ftkit.spec.update_rules import ADAMW, ADAMW_8BIT, ADEMAMIX, LION_8BIT, SGD
 
 SEQUENCE, VOCABULARY = 16, 1024
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "activation_offload": "device"}
@@ -70,7 +70,7 @@ def live(settings, tied, adapter, accumulation, parts, rule):
         for purpose, names in {
             "parameters": ["parameters"],
             "gradients": ["gradients"],
-            "state": ["master", "moments"],
+            "state": ["master", "residual", "moments"],
             "slots": ["slots"],
             "staging": ["staging"],
         }.items()
@@ -135,6 +135,33 @@ def test_other_update_rules(worlds, rule, tmp_path):
     for tiers in ({}, {"gradients": "host", "state": "host"}, {"state": "nvme", "state_host_bytes": 0}):
         settings = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "dtype": "bf16", "update": "now"}
         check(worlds[2], settings | {**DEVICE, **tiers, "nvme_dir": str(tmp_path)}, rule=rule)
+
+
+SPLIT = [
+    {},
+    {"parameters": "host", "gradients": "host", "state": "host"},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_bytes": 0},
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("rule", "master"),
+    [(ADAMW_8BIT, "fp32"), (LION_8BIT, "fp32"), (ADAMW, "split"), (ADAMW_8BIT, "split")],
+    ids=["adamw_8bit", "lion_8bit", "split", "adamw_8bit-split"],
+)
+def test_other_forms_of_the_state(worlds, world, rule, master, tmp_path):
+    for number, tiers in enumerate(SPLIT):
+        for dtype in ("bf16", "fp32") if number == 0 else ("bf16",):
+            settings = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "update": "now"}
+            settings |= {"dtype": dtype, "master": master, **DEVICE, **tiers, "nvme_dir": str(tmp_path)}
+            check(worlds[world], settings, rule=rule)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_adapters_have_fp32_moments_also_by_an_eight_bit_rule(worlds, master, tmp_path):
+    settings = {"stage": 3, "activations": "recompute", "dtype": "bf16", "state": "device", "master": master}
+    check(worlds[2], {**settings, "activation_offload": "device"}, adapter=True, rule=ADAMW_8BIT)
 
 
 def staying(folder, free_bytes):

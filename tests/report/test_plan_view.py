@@ -12,7 +12,10 @@ from rich.console import Console
 from ftkit.plan.memory import LABELS
 from ftkit.plan.plan import Asked
 from ftkit.report.plan_view import render, show_plan
+from ftkit.spec.strategy import Strategy
+from tests.plan.test_choice import on
 from tests.plan.test_largest import ASKED
+from tests.plan.test_state import WIDE
 
 ASKS = pytest.mark.parametrize("asked", [ASKED, replace(ASKED, rates=None)], ids=["seconds", "bytes only"])
 
@@ -53,6 +56,7 @@ def test_a_plan_on_a_terminal(asked: Asked) -> None:
     assert needed
     assert needed.group(1).split() == [f"{plan.needed_bytes(tier) / 2**30:.2f}" for tier in plan.tiers]
     assert all(sentence in text for sentence in plan.why)
+    assert "8-bit moments" not in text
     assert f"\nreason            {plan.why[0]}\n" in text
     assert len(plan.why) < 2 or f"\ndoes not fit      {plan.why[1]}\n" in text
     assert text.endswith("epoch             90 s for about 1,000,000 tokens (estimated from the file size)\n")
@@ -65,3 +69,12 @@ def test_a_plan_on_a_terminal(asked: Asked) -> None:
         assert plan.runner_up is not None
         assert re.search(r"^runner-up .* with (engine\.\w+=\S+)(, engine\.\w+=\S+)*$", text, re.MULTILINE)
         assert f"engine.stage={strategy.stage}" not in text, "only fields that differ"
+
+
+def test_a_plan_names_the_form_of_the_state() -> None:
+    plan = Asked(WIDE, on("8xv100-16gb"), Strategy(master="split"), 16, 2).plan()
+    out = io.StringIO()
+    show_plan(Console(file=out, width=120, soft_wrap=True, highlight=False, emoji=False), plan)
+    assert "\noptimizer state   on host, 8-bit moments, split master, updated while" in out.getvalue()
+    assert "16-bit residuals of master weights" in out.getvalue()
+    assert "8-bit moments, split master" in render(plan, "a node")

@@ -21,15 +21,21 @@ import torch
 from torch import nn
 
 from ftkit.engine.checkpoint.durable import all_ranks
-from ftkit.engine.checkpoint.manifest import BUFFERS, MANIFEST, WEIGHT_KINDS, alike, read_manifest
-from ftkit.engine.checkpoint.reader import CheckedFile, Key, PieceBuffers, Places, open_files
+from ftkit.engine.checkpoint.manifest import BUFFERS, MANIFEST, SCALES, WEIGHT_KINDS, alike, read_manifest
+from ftkit.engine.checkpoint.reader import CheckedFile, CodedFile, Key, PieceBuffers, Places, open_files
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint
 from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.memory.tiers import Store
+from ftkit.engine.memory.tiers import Pieces
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.optimizer import LossScale, ShardedOptimizer
+from ftkit.engine.optim.state_stores import SplitMaster
 from ftkit.errors import UserError
+from ftkit.spec.layout import Segment
+from ftkit.spec.state_forms import GROUP_NUMEL
+
+EIGHT_BITS = "8bit"
+"""Ends the names of optimizers with 8-bit moments."""
 
 
 def load_checkpoint(
@@ -70,7 +76,7 @@ def load_checkpoint(
         buffers, places = stack.enter_context(opened)
         _check_names(folder, places, units)
         shards = [
-            _Shard(flat, stores, {s.name: _file_of(places, kinds, s.name, s.shape, folder) for s in flat.layout.segments})
+            _Shard(flat, stores, {s.name: _source(places, kinds, s, folder, optimizer) for s in flat.layout.segments})
             for flat, kinds, stores in _wanted(units, optimizer, frozen=frozen, state=state)
         ]
         _read_buffers(places, units.model, folder)
@@ -121,10 +127,18 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
     if saved is None:
         raise UserError(f"{folder}: holds weights only; its optimizer state was not saved")
     kind, groups, steps = saved["class"], saved["groups"], set(saved["steps"])
-    if kind != type(optimizer).__name__ or len(groups) != len(optimizer.param_groups):
+    own_kind = type(optimizer).__name__
+    same_rule = kind.removesuffix(EIGHT_BITS) == own_kind.removesuffix(EIGHT_BITS)
+    if not same_rule or len(groups) != len(optimizer.param_groups):
         raise UserError(
-            f"{folder}: saved from {kind} with {len(groups)} parameter groups, this run has {type(optimizer).__name__} with "
+            f"{folder}: saved from {kind} with {len(groups)} parameter groups, this run has {own_kind} with "
             f"{len(optimizer.param_groups)}; continue with the same optimizer, or load the weights only"
+        )
+    if kind != own_kind and not optimizer.units.strategy.convert_state:
+        then, here = ("8-bit" if each.endswith(EIGHT_BITS) else "fp32" for each in (kind, own_kind))
+        raise UserError(
+            f"{folder}: its moments are {then}, those of this run {here}. Continue with the optimizer of the checkpoint, or "
+            "let them be converted: optimizer.convert_state: true (in the Trainer ftkit={'convert_state': True})"
         )
     wanted = {segment.name for flat in optimizer.units.trainable for segment in flat.layout.segments}
     if wanted - steps:
@@ -168,13 +182,15 @@ def _check_names(folder: Path, places: Places, units: ShardedModel) -> None:
 
 def _wanted(
     units: ShardedModel, optimizer: ShardedOptimizer | None, *, frozen: bool, state: bool
-) -> Iterator[tuple[FlatParameter, tuple[str, ...], list[Store]]]:
+) -> Iterator[tuple[FlatParameter, tuple[str, ...], list[Pieces]]]:
     """Yield each flat parameter to read, its kinds in order of preference, and this rank's stores."""
     for flat in units.flats:
-        stores = [flat.weights]
+        stores: list[Pieces] = [flat.weights]
         if optimizer is not None and flat.trainable:
             own = optimizer.state_of(flat)
-            if own.master is not flat.weights:
+            if isinstance(own.master, SplitMaster):
+                stores = [own.master]
+            elif own.master is not flat.weights:
                 stores = [own.master, flat.weights]
             for moment, store in own.moments.items() if state else ():
                 yield flat, (moment,), [store]
@@ -190,6 +206,17 @@ def _file_of(places: Places, kinds: tuple[str, ...], name: str, shape: tuple[int
     if file.entries[name].shape != shape:
         raise UserError(f"{file.path}: {name} has shape {file.entries[name].shape}, the model needs {shape}")
     return file
+
+
+def _source(
+    places: Places, kinds: tuple[str, ...], segment: Segment, folder: Path, optimizer: ShardedOptimizer | None
+) -> CheckedFile | CodedFile:
+    """Return the file that has a tensor, and its scales if it is coded."""
+    file = _file_of(places, kinds, segment.name, segment.shape, folder)
+    if optimizer is None or kinds == WEIGHT_KINDS or file.entries[segment.name].dtype != torch.uint8:
+        return file
+    scales = _file_of(places, (kinds[0] + SCALES,), segment.name, (segment.numel // GROUP_NUMEL,), folder)
+    return CodedFile(file, scales, segment.name, root=kinds[0] in optimizer.rule.roots, host=optimizer.host)
 
 
 @torch.no_grad()
@@ -213,17 +240,27 @@ class _Shard:
     """
 
     flat: FlatParameter
-    stores: Sequence[Store]
-    files: dict[str, CheckedFile]
+    stores: Sequence[Pieces]
+    files: dict[str, CheckedFile | CodedFile]
+
+    def _tensors(self) -> Iterator[tuple[CheckedFile | CodedFile, str, int, int]]:
+        """Yield the file, name, first element and number of elements of this rank's part of each tensor."""
+        for span in self.flat.layout.spans(*self.flat.layout.shard_range(self.flat.rank)):
+            yield self.files[span.segment.name], span.segment.name, span.start - span.segment.start, span.numel
 
     def expected(self) -> Iterator[Key]:
         """Yield the pieces that `read` asks for, in order. A piece may come several times in a row."""
-        for span in self.flat.layout.spans(*self.flat.layout.shard_range(self.flat.rank)):
-            name = span.segment.name
-            yield from self.files[name].keys(name, span.start - span.segment.start, span.numel)
+        for file, _, first, numel in self._tensors():
+            if isinstance(file, CodedFile):
+                yield from file.scale_keys(first, numel)
+        for file, name, first, numel in self._tensors():
+            yield from file.keys(name, first, numel)
 
     def read(self) -> None:
         """Fill the stores. Reading goes on ahead while a piece is written to the NVMe tier."""
+        for file, _, first_of_tensor, numel in self._tensors():
+            if isinstance(file, CodedFile):
+                file.read_scales(first_of_tensor, numel)
         base, stop = self.flat.layout.shard_range(self.flat.rank)
         first, *others = self.stores
         for low, high in max((list(store.pieces()) for store in self.stores), key=len):  # whole pieces of each store

@@ -28,6 +28,8 @@ ENGINE_FOLDER = "ftkit"
 SUFFIX = ".safetensors"
 WEIGHT_KINDS = ("master", "weights")
 """Kinds of the files that have the weights, the exact ones first."""
+SCALES = "_scales"
+"""Ends the kind of the file that has the scales of 8-bit codes: `exp_avg_scales` beside `exp_avg`."""
 BUFFERS = "buffers"
 """Kind of the file that has the persistent buffers."""
 BUFFERS_FILE = f"model.{BUFFERS}{SUFFIX}"

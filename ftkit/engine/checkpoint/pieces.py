@@ -1,8 +1,9 @@
 """Writing checkpoint files in pieces with checksums.
 
-The pieces of a file cover it from the first byte of its header to the last byte of its data. A piece begins at a multiple of
-4096 bytes and has at most `PIECE_BYTES`, so that files bypass the page cache (O_DIRECT) where the file system supports it.
-The rank that writes a piece computes its checksum. `reader.py` reads them.
+The pieces of a file cover it from the first byte of its header to the last byte of its data. A piece has at most
+`PIECE_BYTES`. Where pieces begin at multiples of 4096 bytes, they bypass the page cache (O_DIRECT) if the file system
+supports it. Only small files, of scales and plain moments, have others. The rank that writes a piece computes its checksum.
+`reader.py` reads them.
 
 Cost: two buffers of 8 MiB. The caller fills one while a thread writes the other.
 """
@@ -66,9 +67,10 @@ class PieceWriter:
             os.close(self._handle)
 
     def open(self, path: Path, start: int) -> None:
-        """Begin a range of file `path` at byte `start`, a multiple of 4096."""
+        """Begin a range of file `path` at byte `start`."""
         self._path, self._at = path, start
-        self._handle, self._direct = open_direct(path, os.O_WRONLY)
+        aligned = start % PAGE_BYTES == 0
+        self._handle, self._direct = open_direct(path, os.O_WRONLY) if aligned else (os.open(path, os.O_WRONLY), False)
         self.pieces.setdefault(path.name, [])
 
     def write(self, values: Tensor) -> None:
@@ -107,7 +109,7 @@ class PieceWriter:
         try:
             whole = data.nbytes // PAGE_BYTES * PAGE_BYTES if direct else data.nbytes
             self._transfer(handle, data[:whole], at)
-            if whole < data.nbytes:  # the end of the file is shorter than a page
+            if whole < data.nbytes:  # the end of the range is shorter than a page
                 with open(path, "r+b", buffering=0) as file:
                     self._transfer(file.fileno(), data[whole:], at + whole)
                     os.fsync(file.fileno())

@@ -25,9 +25,11 @@ from ftkit.engine.checkpoint.manifest import SUFFIX
 from ftkit.engine.checkpoint.pieces import Piece
 from ftkit.engine.checkpoint.safetensors import TensorFile
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, check_size, checksum
+from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.arena import PAGE_BYTES, Arena
 from ftkit.engine.memory.flat_file import open_direct
 from ftkit.spec.sizes import PIECE_BYTES
+from ftkit.spec.state_forms import GROUP_NUMEL
 
 AHEAD = 2
 """Pieces that are read ahead, each by its own thread."""
@@ -109,7 +111,8 @@ class CheckedFile(TensorFile):
         super().__init__(path)
 
     def _open(self, flags: int) -> int:
-        handle, self.direct = open_direct(self.path, flags)
+        aligned = all(piece.start % PAGE_BYTES == 0 for piece in self.pieces)
+        handle, self.direct = open_direct(self.path, flags) if aligned else (os.open(self.path, flags), False)
         return handle
 
     def close(self) -> None:
@@ -157,6 +160,39 @@ class CheckedFile(TensorFile):
         return bisect_right(self.pieces, position, key=attrgetter("stop"))
 
 
+class CodedFile:
+    """A moment of one tensor in 8 bits, read as fp32. Call `read_scales` for a range before `read`.
+
+    Args:
+        codes: File with the codes.
+        scales: File with the scales.
+        name: Name of the tensor.
+        root: The codes have the square roots of the values, without a sign.
+        host: Loops that decode.
+    """
+
+    def __init__(self, codes: CheckedFile, scales: CheckedFile, name: str, *, root: bool, host: HostLoops) -> None:
+        self.codes, self.scales, self.name, self.root, self.host = codes, scales, name, root, host
+        self.keys = codes.keys
+
+    def scale_keys(self, start: int, numel: int) -> Iterator[Key]:
+        """Yield the pieces that `read_scales` asks for."""
+        yield from self.scales.keys(self.name, start // GROUP_NUMEL, numel // GROUP_NUMEL)
+
+    def read_scales(self, start: int, numel: int) -> None:
+        """Read the scales of elements [start, start + numel), whole groups."""
+        self._start, self._found = start, torch.empty(numel // GROUP_NUMEL)
+        self.scales.read(self.name, start // GROUP_NUMEL, self._found)
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) fp32 with elements [start, start + n), whole groups."""
+        codes, first = torch.empty(out.numel(), dtype=torch.uint8), (start - self._start) // GROUP_NUMEL
+        self.codes.read(name, start, codes)
+        scales = self._found[first : first + out.numel() // GROUP_NUMEL]
+        values = self.host.decode(codes, scales, signed=not self.root)
+        out.copy_(values.square_() if self.root else values)
+
+
 @contextmanager
 def open_files(
     folder: Path, manifest: dict[str, Any], kinds: Collection[str] | None = None
@@ -179,7 +215,7 @@ def _valid(path: Path, size_bytes: Any, listed: Any) -> list[Piece]:
     end = 0
     for each in listed if isinstance(listed, list) else ():
         valid = isinstance(each, list) and [type(value) for value in each] == [int, int, str]
-        if not valid or each[0] != end or not 0 < each[1] - end <= PIECE_BYTES or end % PAGE_BYTES:
+        if not valid or each[0] != end or not 0 < each[1] - end <= PIECE_BYTES:
             break
         pieces.append(Piece(*each))
         end = each[1]

@@ -2,11 +2,13 @@
 
 A folder has one safetensors file per flat parameter and kind. The data section of a file is the flat parameter.
 
-    <flat parameter>.weights.safetensors    compute dtype; only where there is no master (fp32 weights, frozen weights)
-    <flat parameter>.master.safetensors     fp32
-    <flat parameter>.exp_avg.safetensors    fp32; other optimizer state likewise
-    model.buffers.safetensors               persistent buffers, if the model has any
-    manifest.json                           hyper-parameters, step counts, loss scale, pieces and checksums; written last
+    <flat parameter>.weights.safetensors          compute dtype; only where there is no master (fp32 or frozen weights)
+    <flat parameter>.master.safetensors           fp32
+    <flat parameter>.exp_avg.safetensors          fp32, or 8-bit codes of its coded tensors; other optimizer state likewise
+    <flat parameter>.exp_avg_scales.safetensors   fp32 scales of these codes, one per 128 elements
+    <flat parameter>.plain.exp_avg.safetensors    fp32, of the tensors that are not coded beside others that are
+    model.buffers.safetensors                     persistent buffers, if the model has any
+    manifest.json                                 settings, step counts, loss scale, pieces and checksums; written last
 
 The folder is written under a temporary name and renamed when it is complete and on the disk. No world size, stage, tier or
 slot appears in it. `loading.py` reads it.
@@ -24,16 +26,18 @@ Cost: the bytes written, past the page cache where the file system supports it, 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ftkit.engine.checkpoint.durable import all_ranks, make_folder, rank_zero, sync_folder, text_of
 from ftkit.engine.checkpoint.finite import refuse_not_finite
-from ftkit.engine.checkpoint.manifest import BUFFERS_FILE, FORMAT, MANIFEST, SUFFIX, WEIGHT_KINDS
+from ftkit.engine.checkpoint.manifest import BUFFERS_FILE, FORMAT, MANIFEST, SCALES, SUFFIX, WEIGHT_KINDS
 from ftkit.engine.checkpoint.pieces import Piece, PieceWriter
 from ftkit.engine.checkpoint.safetensors import TensorSpec, create_file, data_start
 from ftkit.engine.checkpoint.sealed import checksum, write_sealed
@@ -41,8 +45,12 @@ from ftkit.engine.core.buffers import share_buffers
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.memory.tiers import Store
 from ftkit.engine.model import ShardedModel
+from ftkit.engine.optim.flat_step import FlatState
 from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.engine.optim.state_stores import CodedMoment, Extent, SplitMaster
 from ftkit.errors import UserError
+from ftkit.spec.sizes import PIECE_NUMEL
+from ftkit.spec.state_forms import GROUP_NUMEL
 
 
 def save_checkpoint(
@@ -101,15 +109,12 @@ class Saving:
                 units.settle()
         self.updater = optimizer.updater if optimizer is not None else None
         self.update = self.updater.running if self.updater is not None else None  # of the last step, if it is deferred
-        self.stores = _stores(units, optimizer, frozen)
+        self.parts = _parts(units, optimizer, frozen)
         self.manifest = _manifest(units, optimizer, dict(extra or {}))
         buffers = share_buffers(units.model, units.comm)
         self.buffers = {name: each.detach().cpu().clone() for name, each in buffers.items() if units.comm.rank == 0}
-        self.files: dict[str, list[TensorSpec]] = {
-            _file_name(flat, kind): [(segment.name, segment.shape, store.dtype) for segment in flat.layout.segments]
-            for flat, stores in self.stores.items()
-            for kind, store in stores.items()
-        }
+        every = chain.from_iterable(self.parts.values())
+        self.files: dict[str, list[TensorSpec]] = {part.file: part.tensors for part in every}
         if self.buffers:
             self.files[BUFFERS_FILE] = [(name, tuple(each.shape), each.dtype) for name, each in self.buffers.items()]
         self.writer = PieceWriter(units.streams.pin)
@@ -172,9 +177,9 @@ class Saving:
             updated = self.updater.marks() if self.updater is not None else []
             with self.units.streams.save.run(self.ready, *updated), self.writer:
                 self._write_buffers()
-                for flat, stores in self.stores.items():
-                    for kind, store in stores.items():
-                        self._write_file(flat, kind, store)
+                for flat, parts in self.parts.items():
+                    for part in parts:
+                        self._write_part(part)
                     if flat.trainable:
                         self.captured[flat].set()
                 self.writer.settle()
@@ -184,16 +189,16 @@ class Saving:
             for captured in self.captured.values():
                 captured.set()
 
-    def _write_file(self, flat: FlatParameter, kind: str, store: Store) -> None:
-        """Write this rank's part of a flat parameter in one kind, or raise UserError if a weight is not finite."""
-        first, last = flat.written_range()
+    def _write_part(self, part: _Part) -> None:
+        """Write this rank's range of a file, or raise UserError if a weight is not finite."""
+        first, last = (min(max(each, part.start), part.stop) for each in part.flat.written_range())
         if first >= last:
             return
-        path = self.temporary / _file_name(flat, kind)
-        self.writer.open(path, data_start(path) + first * store.dtype.itemsize)
-        for span, values in flat.spans(store, first, last):
-            if kind in WEIGHT_KINDS:
-                refuse_not_finite(span.segment.name, values)
+        path = self.temporary / part.file
+        self.writer.open(path, data_start(path) + (first - part.start) // part.per * part.dtype.itemsize)
+        for name, values in part.values(first, last):
+            if part.weights:
+                refuse_not_finite(name, values)
             self.writer.write(values)
         self.writer.close()
 
@@ -237,8 +242,54 @@ class Saving:
                 sync_folder(self.folder.parent)
 
 
-def _file_name(flat: FlatParameter, kind: str) -> str:
-    return f"{flat.name}.{kind}{SUFFIX}"
+@dataclass(frozen=True)
+class _Part:
+    """Elements [start, stop) of a flat parameter in one kind: one file.
+
+    Args:
+        flat: The flat parameter.
+        kind: Kind of the file.
+        store: This rank's shard, or the store of a form of it.
+        start: First element of the flat parameter.
+        stop: Element to stop before.
+        per: Elements per value.
+    """
+
+    flat: FlatParameter
+    kind: str
+    store: Store | SplitMaster | Extent
+    start: int
+    stop: int
+    per: int = 1
+
+    @property
+    def weights(self) -> bool:
+        return self.kind in WEIGHT_KINDS
+
+    @property
+    def file(self) -> str:
+        """Name of the file. The kind is its last part."""
+        return f"{self.flat.name}{'.plain' * (self.start > 0)}.{self.kind}{SUFFIX}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.store.store.dtype if isinstance(self.store, Extent) else self.store.dtype
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """The tensors of the file."""
+        segments = [each for each in self.flat.layout.segments if self.start <= each.start < self.stop]
+        return [(each.name, each.shape if self.per == 1 else (each.numel // self.per,), self.dtype) for each in segments]
+
+    def values(self, first: int, last: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the values of elements [first, last), which are this rank's, in pieces, with a tensor's name."""
+        if not isinstance(self.store, Extent):
+            yield from ((span.segment.name, values) for span, values in self.flat.spans(self.store, first, last))
+            return
+        base = self.flat.layout.shard_range(self.flat.rank)[0]
+        for low in range((first - base) // PIECE_NUMEL * PIECE_NUMEL, last - base, PIECE_NUMEL):
+            start, stop = max(low, first - base), min(low + PIECE_NUMEL, last - base)
+            yield self.kind, self.store.cut(self.store.read(low, stop), low, start, stop)
 
 
 def _listed(path: Path, written: list[dict[str, list[Piece]]]) -> list[Any]:
@@ -250,17 +301,28 @@ def _listed(path: Path, written: list[dict[str, list[Piece]]]) -> list[Any]:
     return [path.stat().st_size, [list(piece) for piece in pieces]]
 
 
-def _stores(units: ShardedModel, optimizer: ShardedOptimizer | None, frozen: bool) -> dict[FlatParameter, dict[str, Store]]:
-    """Return the stores to write by kind. Trained flat parameters come first, in the order of updates."""
-    found: dict[FlatParameter, dict[str, Store]] = {}
-    for flat in units.trainable:
-        found[flat] = {"weights": flat.weights}
-        if optimizer is not None:
-            state = optimizer.states[flat.name]
-            found[flat] = {"weights" if state.master is flat.weights else "master": state.master, **state.moments}
-    if frozen:
-        found |= {flat: {"weights": flat.weights} for flat in units.flats if not flat.trainable}
-    return found
+def _parts(units: ShardedModel, optimizer: ShardedOptimizer | None, frozen: bool) -> dict[FlatParameter, list[_Part]]:
+    """Return the files to write. Trained flat parameters come first, in the order of updates."""
+    states = {} if optimizer is None else optimizer.states
+    found = {flat: [*_parts_of(flat, states.get(flat.name))] for flat in units.trainable}
+    return found | {flat: [*_parts_of(flat, None)] for flat in units.flats if frozen and not flat.trainable}
+
+
+def _parts_of(flat: FlatParameter, state: FlatState | None) -> Iterator[_Part]:
+    """Yield the files of a flat parameter."""
+    numel, coded = flat.layout.numel, flat.coded_numel
+    if state is None:
+        yield _Part(flat, "weights", flat.weights, 0, numel)
+        return
+    yield _Part(flat, "weights" if state.master is flat.weights else "master", state.master, 0, numel)
+    for name, moment in state.moments.items():
+        if not isinstance(moment, CodedMoment):
+            yield _Part(flat, name, moment, 0, numel)
+            continue
+        yield _Part(flat, name, moment.codes, 0, coded)
+        yield _Part(flat, f"{name}{SCALES}", moment.scales, 0, coded, GROUP_NUMEL)
+        if moment.plain is not None:
+            yield _Part(flat, name, moment.plain, coded, numel)
 
 
 def _manifest(units: ShardedModel, optimizer: ShardedOptimizer | None, extra: dict[str, Any]) -> dict[str, Any]:

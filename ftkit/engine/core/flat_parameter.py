@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -28,9 +29,10 @@ from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.placeholder import absent, guarded_class, is_absent, placeholder_class
-from ftkit.engine.memory.tiers import MemoryStore, Store, Tiers
+from ftkit.engine.memory.tiers import MemoryStore, Pieces, Store, Tiers
 from ftkit.engine.streams import DONE, Event
 from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Span
+from ftkit.spec.state_forms import can_be_coded
 from ftkit.spec.strategy import FlatKind, Strategy
 from ftkit.spec.tiers import DEVICE
 
@@ -98,6 +100,12 @@ class FlatParameter:
         """Elements of this rank's shard, without padding."""
         start, stop = self.layout.shard_range(self.rank)
         return stop - start
+
+    @property
+    def coded_numel(self) -> int:
+        """Elements of the tensors that can have 8-bit moments (spec/state_forms.py). `partition` puts them first."""
+        segments = self.layout.segments if self.trainable and self.kind == "block" else ()
+        return sum(segment.numel for segment in takewhile(lambda each: can_be_coded(each.shape), segments))
 
     @property
     def size_bytes(self) -> int:
@@ -170,7 +178,7 @@ class FlatParameter:
             low = span.start - span.segment.start
             out.copy_(source.reshape(-1)[low : low + span.numel])
 
-    def fill(self, store: Store, put: Callable[[Span, Tensor], object]) -> None:
+    def fill(self, store: Pieces, put: Callable[[Span, Tensor], object]) -> None:
         """Write each tensor's part of this rank's shard into a store, piece by piece.
 
         Args:
@@ -184,7 +192,7 @@ class FlatParameter:
                 put(span, piece[span.start - base - low : span.stop - base - low])
             store.write(low, piece)
 
-    def spans(self, store: Store, first: int | None = None, last: int | None = None) -> Iterator[tuple[Span, Tensor]]:
+    def spans(self, store: Pieces, first: int | None = None, last: int | None = None) -> Iterator[tuple[Span, Tensor]]:
         """Yield each tensor's part of this rank's shard with its values (n,), piece by piece.
 
         Args:
@@ -257,7 +265,7 @@ class FlatParameter:
         if self.owners > 1:
             self.comm.all_gather(full, self.own_part(full) if self.stored is None else self.stored, self.name)
 
-    def collect(self, store: Store) -> Tensor:
+    def collect(self, store: Pieces) -> Tensor:
         """Return all elements (W*S,) of a tensor that is sharded like the weights, on the device. A collective.
 
         Args:
@@ -284,7 +292,7 @@ class FlatParameter:
             self.full_version = self.version
 
 
-def _copy_pieces(out: Tensor, store: Store) -> None:
+def _copy_pieces(out: Tensor, store: Pieces) -> None:
     for low, high in store.pieces():
         out[low:high].copy_(store.read(low, high))
 

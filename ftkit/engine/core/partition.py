@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ftkit.errors import UserError
+from ftkit.spec.state_forms import can_be_coded
 from ftkit.spec.strategy import FlatKind
 
 REPLICATED = "whole"
@@ -61,7 +62,7 @@ def partition(
     replicated: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
     wide: Callable[[str], bool] = lambda name: False,
 ) -> dict[Group, list[tuple[str, nn.Parameter]]]:
-    """Return the (name, parameter) pairs of each flat parameter, in model order.
+    """Return the (name, parameter) pairs of each flat parameter, in model order, tensors that can be coded first.
 
     Args:
         model: The model.
@@ -97,6 +98,9 @@ def partition(
         else:
             kind, owner = "root", name
         groups.setdefault(Group(kind, owner, parameter.requires_grad, compute), []).append((name, parameter))
+    for group, members in groups.items():
+        if group.kind == "block" and group.trained:
+            members.sort(key=lambda member: not can_be_coded(tuple(member[1].shape)))
     return groups
 
 

@@ -4,7 +4,8 @@ On a CPU an optimizer step runs at the speed of memory. AdamW reads the 16-bit g
 weight and moments, and writes the 16-bit weight: 28 bytes per parameter, nothing twice, and no fp32 copy of the gradient.
 torch's fused AdamW needs gradient and weight in fp32, which takes two more passes. SGD has one fp32 moment or none.
 
-`numba_loops.py` has the loops and says which bits they give. `FlatKernels` has the same functions for a device.
+`numba_loops.py` has the loops and says which bits they give, and `numba_coded.py` those over 8-bit moments. `FlatKernels`
+has the same functions for a device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CARRIERS = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}
+from ftkit.spec.state_forms import GROUP_NUMEL
+
+CARRIERS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.uint16,
+    torch.int16: torch.int16,
+    torch.uint8: torch.uint8,
+}
 """The dtype in which the loops see a tensor's elements. numba has no bf16 and fp16."""
 
 RANGE_NUMEL = 1 << 16
@@ -37,10 +46,10 @@ class HostLoops:
     """
 
     def __init__(self, threads: int) -> None:
-        from ftkit.engine.kernels import numba_loops  # imported late: many runs need no numba
+        from ftkit.engine.kernels import numba_coded, numba_loops  # imported late: many runs need no numba
 
         self.threads = threads
-        self._loops = numba_loops
+        self._loops, self._coded = numba_loops, numba_coded
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="ftkit-host-loops")
 
     def adamw(
@@ -109,6 +118,78 @@ class HostLoops:
         numbers = factor, -lr, momentum, weight_decay, float(nesterov)
         self._each(self._loops.sgd, (master, gradient, momentum_buffer, weight), *numbers)
 
+    def adamw_8bit(
+        self,
+        master: Tensor | None,
+        gradient: Tensor,
+        m: Tensor,
+        m_scales: Tensor,
+        s: Tensor,
+        s_scales: Tensor,
+        weight: Tensor | None,
+        residual: Tensor | None,
+        *,
+        factor: float,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Make one step of AdamW with 8-bit moments in place, as `ftkit.engine.optim.coding.adamw_8bit` bit for bit.
+
+        Cost: 16.1 bytes of memory traffic per element with 16-bit gradient and weight, with a split master weight too.
+        """
+        keep, root, rate = 1 - lr * weight_decay, math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
+        numbers = factor, keep, beta1, 1 - beta1, beta2, 1 - beta2, root, eps, rate
+        self._each(self._coded.adamw_8bit, (m_scales, s_scales, master, gradient, m, s, weight, residual), *numbers)
+
+    def lion_8bit(
+        self,
+        master: Tensor | None,
+        gradient: Tensor,
+        m: Tensor,
+        m_scales: Tensor,
+        weight: Tensor | None,
+        residual: Tensor | None,
+        *,
+        factor: float,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+    ) -> None:
+        """Make one step of Lion with an 8-bit moment in place, as `ftkit.engine.optim.coding.lion_8bit` bit for bit."""
+        numbers = factor, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
+        self._each(self._coded.lion_8bit, (m_scales, master, gradient, m, weight, residual), *numbers)
+
+    def encode(self, values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        """Return codes (n,) and scales (n/128,) of `values` (n,), fp32, as `ftkit.engine.optim.coding.encode`."""
+        codes = torch.empty_like(values, dtype=torch.uint8)
+        scales = values.new_empty(values.numel() // GROUP_NUMEL)
+        self._each(self._coded.encode if signed else self._coded.encode_roots, (scales, values, codes))
+        return codes, scales
+
+    def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+        """Return the values (n,), fp32, of codes (n,) and scales (n/128,)."""
+        values = torch.empty_like(codes, dtype=torch.float32)
+        self._each(self._coded.decode if signed else self._coded.decode_roots, (scales, values, codes))
+        return values
+
+    def split(self, master: Tensor, weight: Tensor, residual: Tensor) -> None:
+        """Write `master` (n,), fp32, as `weight` (n,), bf16 or fp16, and `residual` (n,), int16.
+
+        See [Note: the split master weight] in `ftkit/engine/optim/coding.py`.
+        """
+        self._each(self._coded.split, (master, weight, residual))
+
+    def join(self, weight: Tensor, residual: Tensor) -> Tensor:
+        """Return the master weight (n,), fp32, of `weight` (n,), bf16 or fp16, and `residual` (n,), int16."""
+        master = torch.empty_like(weight, dtype=torch.float32)
+        self._each(self._coded.join, (master, weight, residual))
+        return master
+
     def update(self, loop: str, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> None:
         """Make one step of another rule in place, and write the new weight.
 
@@ -163,14 +244,18 @@ class HostLoops:
         return math.fsum(sums)
 
     def _each(self, loop: Callable[..., None], tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
-        """Call a loop on ranges of tensors (n,), some of them None, and with the numbers in fp32."""
+        """Call a loop on ranges of tensors (n,), of scales (n/128,), some of them None, and with the numbers in fp32."""
         arrays: list[Any] = [None if tensor is None else carried(tensor) for tensor in tensors]
-        narrow = tuple(map(np.float32, numbers))
+        narrow = [tuple(map(np.float32, numbers))] if numbers else []
+        n = max(array.size for array in arrays if array is not None)
+
+        def part(array: Any, start: int, stop: int) -> Any:
+            return None if array is None else array[start * array.size // n : stop * array.size // n]
 
         def work(start: int, stop: int) -> None:
-            loop(*(None if array is None else array[start:stop] for array in arrays), narrow)
+            loop(*(part(array, start, stop) for array in arrays), *narrow)
 
-        self._share(work, arrays[0].size, RANGE_NUMEL)
+        self._share(work, n, RANGE_NUMEL)
 
     def _share(self, work: Callable[[int, int], None], n: int, grain: int) -> None:
         """Call `work(start, stop)` on ranges that cover [0, n), the first on this thread. Return when all have ended."""

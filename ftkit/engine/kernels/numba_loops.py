@@ -4,7 +4,7 @@ numba compiles a loop at its first call with a new combination of dtypes (one to
 disk for later processes.
 
 numba has no bf16 and, on a CPU, no fp16. The loops see bf16 as int16 and fp16 as uint16, so the element type says how to
-convert. `_widen`, `_narrow` and `_multiply_add` are intrinsics: each returns its signature and a function that emits LLVM
+convert. `widen`, `narrow` and `_multiply_add` are intrinsics: each returns its signature and a function that emits LLVM
 code.
 
 [Note: which bits]
@@ -38,24 +38,24 @@ SUM_NUMEL = 1 << 8
 F32, F16, I32, I16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
 
 
-def _compiled(*fastmath: str) -> Callable[[Any], Any]:
+def compiled(*fastmath: str) -> Callable[[Any], Any]:
     """Return a decorator that compiles a loop on demand, and caches it on disk if a folder is writable.
 
     `error_model` is NumPy's: a division by zero gives inf. An exception would prevent vector code.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath) or False}
 
-    def compiled(loop: Any) -> Any:
+    def decorate(loop: Any) -> Any:
         try:
             return numba.njit(cache=True, **options)(loop)
         except RuntimeError:  # no folder is writable: compile in each process
             return numba.njit(**options)(loop)
 
-    return compiled
+    return decorate
 
 
 @intrinsic
-def _widen(typing: Any, carried: Any) -> Any:
+def widen(typing: Any, carried: Any) -> Any:
     """Return an element as fp32. bf16 is the upper half of fp32. The CPU has an instruction to convert fp16."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -69,8 +69,8 @@ def _widen(typing: Any, carried: Any) -> Any:
 
 
 @intrinsic
-def _narrow(typing: Any, value: Any, array: Any) -> Any:
-    """Return fp32 `value` as an element of `array`, rounded to nearest even. The inverse of `_widen`."""
+def narrow(typing: Any, value: Any, array: Any) -> Any:
+    """Return fp32 `value` as an element of `array`, rounded to nearest even. The inverse of `widen`."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if array.dtype == types.uint16:
@@ -102,7 +102,7 @@ def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), emit
 
 
-@_compiled()
+@compiled()
 def adamw(master: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, weight: Any, numbers: Any) -> None:
     """Update arrays (n,); see `HostLoops.adamw`.
 
@@ -114,7 +114,7 @@ def adamw(master: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, weight: Any
     near = toward < np.float32(0.5)  # interpolate from the nearer end, as torch's lerp does
     blend = toward if near else toward - np.float32(1)
     for i in range(master.size):
-        g = _widen(gradient[i]) * factor
+        g = widen(gradient[i]) * factor
         m = exp_avg[i]
         m = _multiply_add(blend, g - m, m if near else g)
         v = _multiply_add(fresh * g, g, exp_avg_sq[i] * beta2)
@@ -123,15 +123,15 @@ def adamw(master: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, weight: Any
         exp_avg_sq[i] = v
         master[i] = p
         if weight is not None:
-            weight[i] = _narrow(p, weight)
+            weight[i] = narrow(p, weight)
 
 
-@_compiled()
+@compiled()
 def sgd(master: Any, gradient: Any, buffer: Any, weight: Any, numbers: Any) -> None:
     """Update arrays (n,); see `HostLoops.sgd`. `numbers`: factor, -lr, momentum, weight_decay, nesterov, all fp32."""
     factor, back, momentum, decay, nesterov = numbers
     for i in range(master.size):
-        g = _widen(gradient[i]) * factor
+        g = widen(gradient[i]) * factor
         p = master[i]
         if decay != 0:
             g = _multiply_add(decay, p, g)
@@ -142,10 +142,10 @@ def sgd(master: Any, gradient: Any, buffer: Any, weight: Any, numbers: Any) -> N
         p = _multiply_add(back, g, p)
         master[i] = p
         if weight is not None:
-            weight[i] = _narrow(p, weight)
+            weight[i] = narrow(p, weight)
 
 
-@_compiled()
+@compiled()
 def lion(master: Any, gradient: Any, exp_avg: Any, weight: Any, numbers: Any) -> None:
     """Update arrays (n,); see `ShardedLion`.
 
@@ -155,7 +155,7 @@ def lion(master: Any, gradient: Any, exp_avg: Any, weight: Any, numbers: Any) ->
     factor, keep, beta1, fresh1, beta2, fresh2, rate = numbers
     zero = np.float32(0)
     for i in range(master.size):
-        g = _widen(gradient[i]) * factor
+        g = widen(gradient[i]) * factor
         m = exp_avg[i]
         c = _multiply_add(fresh1, g, m * beta1)
         p = master[i] * keep
@@ -163,16 +163,16 @@ def lion(master: Any, gradient: Any, exp_avg: Any, weight: Any, numbers: Any) ->
         exp_avg[i] = _multiply_add(fresh2, g, m * beta2)
         master[i] = p
         if weight is not None:
-            weight[i] = _narrow(p, weight)
+            weight[i] = narrow(p, weight)
 
 
-@_compiled()
+@compiled()
 def adagrad(master: Any, gradient: Any, total: Any, weight: Any, numbers: Any) -> None:
     """Update arrays (n,); see `ShardedAdagrad`. `numbers`: factor, weight_decay, eps, decayed lr, all fp32."""
     factor, decay, eps, rate = numbers
     for i in range(master.size):
         p = master[i]
-        g = _widen(gradient[i]) * factor
+        g = widen(gradient[i]) * factor
         if decay != 0:
             g = _multiply_add(decay, p, g)
         s = _multiply_add(g, g, total[i])
@@ -180,10 +180,10 @@ def adagrad(master: Any, gradient: Any, total: Any, weight: Any, numbers: Any) -
         total[i] = s
         master[i] = p
         if weight is not None:
-            weight[i] = _narrow(p, weight)
+            weight[i] = narrow(p, weight)
 
 
-@_compiled()
+@compiled()
 def rmsprop(master: Any, gradient: Any, square: Any, buffer: Any, mean: Any, weight: Any, numbers: Any) -> None:
     """Update arrays (n,); see `ShardedRMSprop`. Without momentum `buffer` is None, without centering `mean`.
 
@@ -193,7 +193,7 @@ def rmsprop(master: Any, gradient: Any, square: Any, buffer: Any, mean: Any, wei
     factor, decay, alpha, fresh, eps, momentum, rate = numbers
     for i in range(master.size):
         p = master[i]
-        g = _widen(gradient[i]) * factor
+        g = widen(gradient[i]) * factor
         if decay != 0:
             g = _multiply_add(decay, p, g)
         v = _multiply_add(fresh * g, g, square[i] * alpha)
@@ -209,10 +209,10 @@ def rmsprop(master: Any, gradient: Any, square: Any, buffer: Any, mean: Any, wei
         p = _multiply_add(-rate, step, p)
         master[i] = p
         if weight is not None:
-            weight[i] = _narrow(p, weight)
+            weight[i] = narrow(p, weight)
 
 
-@_compiled()
+@compiled()
 def ademamix(master: Any, gradient: Any, fast: Any, slow: Any, square: Any, weight: Any, numbers: Any) -> None:
     """Update arrays (n,); see `ShardedAdEMAMix`.
 
@@ -222,7 +222,7 @@ def ademamix(master: Any, gradient: Any, fast: Any, slow: Any, square: Any, weig
     """
     factor, keep, beta1, fresh1, beta3, fresh3, beta2, fresh2, bias, root, eps, alpha, rate = numbers
     for i in range(master.size):
-        g = _widen(gradient[i]) * factor
+        g = widen(gradient[i]) * factor
         m1 = _multiply_add(fresh1, g, fast[i] * beta1)
         m2 = _multiply_add(fresh3, g, slow[i] * beta3)
         v = _multiply_add(fresh2 * g, g, square[i] * beta2)
@@ -232,22 +232,22 @@ def ademamix(master: Any, gradient: Any, fast: Any, slow: Any, square: Any, weig
         square[i] = v
         master[i] = p
         if weight is not None:
-            weight[i] = _narrow(p, weight)
+            weight[i] = narrow(p, weight)
 
 
-@_compiled("reassoc", "contract")
+@compiled("reassoc", "contract")
 def square_sums(values: Any, sums: Any) -> None:
     """Set sums[k] to the sum of squares of the k-th `BLOCK_NUMEL` of `values` (n,), in float64."""
     for k in range(sums.size):
         block = values[k * BLOCK_NUMEL : (k + 1) * BLOCK_NUMEL]
         total = 0.0
         for i in range(block.size):  # an iteration over elements would not be vectorized
-            wide = np.float64(_widen(block[i]))
+            wide = np.float64(widen(block[i]))
             total += wide * wide
         sums[k] = total
 
 
-@_compiled("reassoc", "contract")
+@compiled("reassoc", "contract")
 def ratio_squares(gradient: Any, square: Any, numbers: Any, sums: Any) -> None:
     """Set sums[k] to the sum over the k-th `BLOCK_NUMEL` elements in float64; see `HostLoops.ratio_square_sum`.
 
@@ -260,21 +260,21 @@ def ratio_squares(gradient: Any, square: Any, numbers: Any, sums: Any) -> None:
         squares = square[k * BLOCK_NUMEL : (k + 1) * BLOCK_NUMEL]
         total = 0.0
         for i in range(gradients.size):
-            g = _widen(gradients[i]) * factor
+            g = widen(gradients[i]) * factor
             g = g * g
             total += np.float64(g / max(squares[i] * keep + fresh * g, least))
         sums[k] = total
 
 
-@_compiled()
+@compiled()
 def add(into: Any, other: Any, numbers: Any) -> None:
     """Add to array `into` (n,); see `HostLoops.add_`. `numbers`: scale, fp32."""
     (scale,) = numbers
     for i in range(into.size):
-        into[i] = _narrow(_multiply_add(scale, _widen(other[i]), _widen(into[i])), into)
+        into[i] = narrow(_multiply_add(scale, widen(other[i]), widen(into[i])), into)
 
 
-@_compiled()
+@compiled()
 def mean(out: Any, parts: Any) -> None:
     """Set `out` (n,) to the mean of a tuple of arrays (n,): the fp32 sum in their order, divided, and rounded once.
 
@@ -288,10 +288,10 @@ def mean(out: Any, parts: Any) -> None:
             part = parts[k][start : start + n]
             if k == 0:
                 for i in range(n):
-                    total[i] = _widen(part[i])
+                    total[i] = widen(part[i])
             else:
                 for i in range(n):
-                    total[i] += _widen(part[i])
+                    total[i] += widen(part[i])
         into = out[start : start + n]
         for i in range(n):
-            into[i] = _narrow(total[i] / world, into)
+            into[i] = narrow(total[i] / world, into)

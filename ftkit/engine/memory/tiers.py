@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +97,25 @@ class FileStore:
 
 Store = MemoryStore | FileStore
 """One shard of one kind, on any tier."""
+
+
+class Pieces(Protocol):
+    """A shard (S,) that is read and written in pieces: a `Store`, or state of another form that is seen as fp32."""
+
+    numel: int
+    dtype: torch.dtype
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """See `MemoryStore.pieces`."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """See `MemoryStore.read`."""
+
+    def blank(self, start: int, stop: int) -> Tensor:
+        """See `MemoryStore.blank`."""
+
+    def write(self, start: int, piece: Tensor) -> None:
+        """See `MemoryStore.write`."""
 
 
 class Tiers:

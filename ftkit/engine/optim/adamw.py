@@ -28,7 +28,7 @@ class ShardedAdamW(ShardedOptimizer):
             self.reference_update(at, group, step, factor)
             return
         tensors = at.master, at.gradient, at.moments["exp_avg"], at.moments["exp_avg_sq"], at.weight
-        loops.adamw(*tensors, factor=factor, step=step, **_numbers(group))
+        loops.adamw(*tensors, factor=factor, step=step, **numbers_of(group))
 
     @staticmethod
     def update(at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
@@ -43,10 +43,11 @@ class ShardedAdamW(ShardedOptimizer):
             fused=True,
             amsgrad=False,
             maximize=False,
-            **_numbers(group),
+            **numbers_of(group),
         )
 
 
-def _numbers(group: Hyperparameters) -> dict[str, Any]:
+def numbers_of(group: Hyperparameters) -> dict[str, Any]:
+    """Return the settings of a group as arguments of a loop."""
     beta1, beta2 = group["betas"]
     return {"beta1": beta1, "beta2": beta2} | {key: group[key] for key in ("lr", "eps", "weight_decay")}

@@ -1,14 +1,16 @@
-"""The records of a step: the optimizer state of a flat parameter, and what one step does to it."""
+"""The records of a step: what it does to one flat parameter, and the elements that are updated alike."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.memory.tiers import Store
+from ftkit.engine.optim.state_stores import CodedMoment, Extent, FlatState, SplitMaster
 
 Hyperparameters = dict[str, Any]
 """The settings of a parameter group that an update reads, under the names of torch.optim; `lr` is a float."""
@@ -22,21 +24,7 @@ class Run:
     stop: int
     group: Hyperparameters
     step: int
-
-
-@dataclass
-class FlatState:
-    """The optimizer state of one flat parameter on this rank.
-
-    Args:
-        master: Master weights (S,) fp32; the weights' own store where these are fp32 and on the same tier.
-        moments: Moments (S,) fp32 by name.
-        steps: Number of updates of each tensor.
-    """
-
-    master: Store
-    moments: dict[str, Store]
-    steps: list[int]
+    coded: bool = False  # the moments are in 8 bits
 
 
 @dataclass(frozen=True)
@@ -59,18 +47,22 @@ class FlatStep:
     runs: list[Run]
     factor: float
 
-    @property
-    def stores(self) -> dict[str, Store]:
+    @cached_property
+    def extents(self) -> dict[str, Extent]:
         """All stores of the update by role. The weight is one of them only where it is not the master."""
-        stores = {"gradient": self.gradient, "master": self.state.master, **self.state.moments}
-        if self.state.master is not self.flat.weights:
-            stores["weight"] = self.flat.weights
-        return stores
+        weight = {} if self.state.master is self.flat.weights else {"weight": Extent(self.flat.weights)}
+        return {"gradient": Extent(self.gradient), **self.state.extents, **weight}
 
     @property
-    def updates_all(self) -> bool:
-        """Whether the runs cover all elements of the shard. Padding does not count, because it is not read."""
-        return sum(run.stop - run.start for run in self.runs) == self.flat.own_numel
+    def writes_all(self) -> bool:
+        """Whether all weights are written without being read. Padding does not count, because it is not read."""
+        whole = sum(run.stop - run.start for run in self.runs) == self.flat.own_numel
+        return whole and not isinstance(self.state.master, SplitMaster)
+
+    def reads(self, run: Run, role: str) -> bool:
+        """Return whether a run uses the store of a role: codes and scales, or the moment in fp32."""
+        moment, _, code = role.partition(".")
+        return not isinstance(self.state.moments.get(moment), CodedMoment) or bool(code) == run.coded
 
 
 @dataclass(frozen=True)
@@ -96,21 +88,23 @@ class Elements:
         return Elements(self.master[start:stop], self.gradient[start:stop], weight, moments)
 
 
-def runs_of(flat: FlatParameter, groups: list[Hyperparameters | None], steps: list[int]) -> list[Run]:
+def runs_of(flat: FlatParameter, groups: list[Hyperparameters | None], state: FlatState) -> list[Run]:
     """Return the runs of this rank's shard.
 
     Args:
         flat: The flat parameter.
         groups: Hyper-parameters of each tensor. None leaves the tensor out.
-        steps: Step count of each tensor.
+        state: Its state, with the step count of each tensor.
     """
+    coded_numel = flat.coded_numel if any(isinstance(each, CodedMoment) for each in state.moments.values()) else 0
     runs: list[Run] = []
     base, stop = flat.layout.shard_range(flat.rank)
     for span in flat.layout.spans(base, stop):
-        group, step, start = groups[span.index], steps[span.index], span.start - base
+        group, step, start = groups[span.index], state.steps[span.index], span.start - base
         if group is None:
             continue
-        if runs and (runs[-1].stop, runs[-1].group, runs[-1].step) == (start, group, step):
-            start = runs.pop().start
-        runs.append(Run(start, span.stop - base, group, step))
+        run = Run(start, span.stop - base, group, step, span.start < coded_numel)
+        if runs and replace(runs[-1], start=start, stop=run.stop) == run and runs[-1].stop == start:
+            run = replace(run, start=runs.pop().start)
+        runs.append(run)
     return runs

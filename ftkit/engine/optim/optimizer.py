@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -25,15 +26,17 @@ from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import FlatParameter, store_bytes
 from ftkit.engine.core.gradient import Gradient
-from ftkit.engine.kernels.host_loops import FlatKernels, HostLoops
+from ftkit.engine.kernels.host_loops import RANGE_NUMEL, FlatKernels, HostLoops
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import Store
 from ftkit.engine.model import ShardedModel
-from ftkit.engine.optim.flat_step import Elements, FlatState, FlatStep, Hyperparameters, runs_of
+from ftkit.engine.optim.flat_step import Elements, FlatStep, Hyperparameters, Run, runs_of
 from ftkit.engine.optim.loss_scale import LossScale
+from ftkit.engine.optim.state_stores import FlatState, SplitMaster, coder_for, state_sizes
 from ftkit.engine.optim.updater import Updater
 from ftkit.errors import UserError
 from ftkit.spec.sizes import CUDA_PIECE_NUMEL, REFERENCE_NUMEL
+from ftkit.spec.strategy import FP32
 from ftkit.spec.update_rules import UpdateRule
 
 
@@ -79,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         every = [parameter for flat in units.trainable for parameter in flat.parameters]
         super().__init__(every if params is None else params, dict(self.rule.settings))
         self.rule = self.kind.of({**settings, **self.kind.needed(self.param_groups)})
-        self.updater = Updater(units.tiers, self.update_piece)
+        self.updater = Updater(units.tiers, self.update_run)
 
     # --- groups
 
@@ -157,29 +160,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_states(self, *, fill: bool) -> dict[str, FlatState]:
         """Return the state of all flat parameters. `fill` sets each master weight before the next one is allocated."""
         tiers, flats = self.units.tiers, self.units.trainable
-        kinds = [[*(() if self._is_own_master(flat) else ("master",)), *self.rule.moments] for flat in flats]
-        sizes = [[(flat.layout.shard_numel, torch.float32)] * len(each) for flat, each in zip(flats, kinds)]
-        homes = tiers.state_tiers([arena_bytes(each) for each in sizes])
+        sizes = [state_sizes(flat, self.rule, self._master_of(flat)) for flat in flats]
+        homes = tiers.state_tiers([arena_bytes(each.values()) for each in sizes])
         for home in dict.fromkeys(homes):
-            tiers.reserve("state", [size for each, tier in zip(sizes, homes) if tier == home for size in each], home)
+            own = [each.values() for each, tier in zip(sizes, homes) if tier == home]
+            tiers.reserve("state", [*chain.from_iterable(own)], home)
         states = {}
-        for flat, names, home in zip(flats, kinds, homes):
-            numel = flat.layout.shard_numel
-            stores = {name: tiers.make("state", f"{flat.name}.{name}", numel, torch.float32, home) for name in names}
-            master = stores.pop("master", flat.weights)
-            states[flat.name] = FlatState(master, stores, [0] * len(flat.parameters))
+        for flat, roles, home in zip(flats, sizes, homes):
+            stores = {role: tiers.make("state", f"{flat.name}.{role}", *size, home) for role, size in roles.items()}
+            states[flat.name] = FlatState.of(flat, self.rule, stores, self.host)
             if fill:
-                _fill_master(self.units, flat, master)
+                _fill_master(self.units, flat, states[flat.name].master)
         return states
 
-    def _is_own_master(self, flat: FlatParameter) -> bool:
-        """Return whether the weights are fp32 and readable at the place of the update, so that they need no copy."""
-        return flat.dtype == torch.float32 and self.updater.at_home(flat.weights)
+    def _master_of(self, flat: FlatParameter) -> str | None:
+        """Return the form of the master: "fp32", "split", or None for weights that are their own master.
+
+        Weights can be the master, or the upper half of one, only where they can be read at the place of the update.
+        """
+        if not self.updater.at_home(flat.weights):
+            return FP32
+        return None if flat.dtype == torch.float32 else self.units.strategy.master
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state on this rank: moments, and master weights that are not the weights."""
         weights = {id(flat.weights) for flat in self.units.trainable}
-        stores = [store for state in self.states.values() for store in (state.master, *state.moments.values())]
+        stores = [extent.store for state in self.states.values() for extent in state.extents.values()]
         return sum(store_bytes(store) for store in stores if id(store) not in weights)
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,11 +294,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not any(due) or store is None:
             return None
         state.steps = [count + (group is not None) for count, group in zip(state.steps, due)]
-        return FlatStep(flat, state, store, due, runs_of(flat, due, state.steps), factor)
+        return FlatStep(flat, state, store, due, runs_of(flat, due, state), factor)
 
     def prepare_steps(self, steps: Sequence[FlatStep]) -> Sequence[FlatStep]:
         """Return the steps to make. A rule that needs sums over whole tensors replaces them. A collective."""
         return steps
+
+    def update_run(self, at: dict[str, Tensor], run: Run, factor: float) -> None:
+        """Update elements of a run in place, as they are stored.
+
+        Args:
+            at: Their tensors by role, on the device of the update; see `FlatStep.extents`.
+            run: The run.
+            factor: Factor on the gradient: clip over loss scale.
+        """
+        if run.coded:
+            self.coded_update(at, run.group, run.step, factor)
+        elif "residual" in at:
+            self._split_update(at, run, factor)
+        else:
+            self.update_piece(_elements(at, at["master"]), run.group, run.step, factor)
+
+    def _split_update(self, at: dict[str, Tensor], run: Run, factor: float) -> None:
+        """Update some elements at a time in fp32, and split their master again."""
+        weight = at["weight"]
+        coder = coder_for(weight, self.host)
+        width = self.host.threads * RANGE_NUMEL if weight.device.type == "cpu" else REFERENCE_NUMEL
+        for start in range(0, weight.numel(), width):
+            part = {role: tensor[start : start + width] for role, tensor in at.items() if role != "weight"}
+            master = coder.join(weight[start : start + width], part["residual"])
+            self.update_piece(_elements(part, master), run.group, run.step, factor)
+            coder.split(master, weight[start : start + width], part["residual"])
+
+    def coded_update(self, at: dict[str, Tensor], group: Hyperparameters, step: int, factor: float) -> None:
+        """Update elements with 8-bit moments. `at` as in `update_run`, others as in `update_piece`."""
+        raise NotImplementedError
 
     def update_piece(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
         """Update elements in place: with the compiled loop on the host, elsewhere with the reference.
@@ -329,6 +365,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+def _elements(at: dict[str, Tensor], master: Tensor) -> Elements:
+    """Return elements with fp32 moments; see `update_run`."""
+    moments = {role: tensor for role, tensor in at.items() if role not in ("master", "residual", "gradient", "weight")}
+    return Elements(master, at["gradient"], at.get("weight"), moments)
+
+
 def _check_trainable(units: ShardedModel) -> None:
     """Raise UserError if the model cannot be trained as it was sharded."""
     units.check_unchanged()
@@ -345,7 +387,7 @@ def _check_trainable(units: ShardedModel) -> None:
         )
 
 
-def _fill_master(units: ShardedModel, flat: FlatParameter, master: Store) -> None:
+def _fill_master(units: ShardedModel, flat: FlatParameter, master: Store | SplitMaster) -> None:
     """Set master weights to the weights, at the precision at which they were loaded."""
     if master is not flat.weights:
         for start, stop in max((list(store.pieces()) for store in (master, flat.weights)), key=len):

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.optim.adagrad import ShardedAdagrad
+from ftkit.engine.optim.adamw_8bit import ShardedAdamW8bit
 from ftkit.engine.optim.ademamix import ShardedAdEMAMix
 from ftkit.engine.optim.flat_step import Elements, Hyperparameters
 from ftkit.engine.optim.lion import ShardedLion
+from ftkit.engine.optim.lion_8bit import ShardedLion8bit
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.stable_adamw import ShardedStableAdamW, fresh_weights, ratio_squares, scaled
 
@@ -81,3 +83,30 @@ class StableAdamW(PlainOptimizer):
         fresh = fresh_weights(group, step)[1]
         total = ratio_squares(at.gradient, at.moments["exp_avg_sq"], factor=1.0, fresh=fresh, least=group["eps"] ** 2)
         return scaled(group, float(total) / at.master.numel())
+
+
+def _needs_the_engine(optimizer: torch.optim.Optimizer) -> RuntimeError:
+    return RuntimeError(
+        f"{type(optimizer).__name__}: 8-bit moments exist in sharded models only. Pass it to ftkit.Accelerator.prepare "
+        "together with the model, or name it in the Trainer (optim=), which replace it by its sharded form"
+    )
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """AdamW with 8-bit moments, in a sharded model. See `ShardedAdamW8bit`."""
+
+    sharded: ClassVar[type[ShardedOptimizer]] = ShardedAdamW8bit
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # it never returns
+        """Refuse. Raises RuntimeError."""
+        raise _needs_the_engine(self)
+
+
+class Lion8bit(Lion):
+    """Lion with 8-bit moments, in a sharded model. See `ShardedLion8bit`."""
+
+    sharded = ShardedLion8bit
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # as above
+        """Refuse. Raises RuntimeError."""
+        raise _needs_the_engine(self)

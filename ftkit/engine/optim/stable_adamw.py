@@ -39,7 +39,7 @@ class ShardedStableAdamW(ShardedOptimizer):
 
     def _ratio_squares(self, step: FlatStep) -> Tensor:
         """Return this rank's share of the `ratio_squares` of each tensor (T,). The shares of all ranks add up to them."""
-        flat, square = step.flat, step.state.moments["exp_avg_sq"]
+        flat, square = step.flat, step.extents["exp_avg_sq"].store
         base, stop = flat.layout.shard_range(flat.rank)
         device = torch.device("cpu") if square.tensor is None else square.tensor.device
         sums = torch.zeros(len(step.groups), dtype=torch.float64, device=device)
@@ -58,7 +58,7 @@ class ShardedStableAdamW(ShardedOptimizer):
     def _scaled(self, step: FlatStep, totals: list[float]) -> FlatStep:
         numels = (segment.numel for segment in step.flat.layout.segments)
         groups = [group and scaled(group, total / numel) for group, total, numel in zip(step.groups, totals, numels)]
-        return replace(step, groups=groups, runs=runs_of(step.flat, groups, step.state.steps))
+        return replace(step, groups=groups, runs=runs_of(step.flat, groups, step.state))
 
     def host_update(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
         """See `ShardedOptimizer.host_update`. The loop is AdamW's, whose bias corrections are in the betas here."""

@@ -30,7 +30,8 @@ from torch import Tensor
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.flat_file import Request
 from ftkit.engine.memory.tiers import FileStore, Store, Tiers
-from ftkit.engine.optim.flat_step import Elements, FlatStep
+from ftkit.engine.optim.flat_step import FlatStep, Run
+from ftkit.engine.optim.state_stores import Extent
 from ftkit.engine.streams import DONE, Event, SideStream
 from ftkit.engine.trace import UPDATE
 from ftkit.errors import UserError
@@ -67,11 +68,11 @@ class Updater:
 
     Args:
         tiers: Their strategy decides where updates are computed, and whether in a thread while the caller goes on.
-        update_piece: `ShardedOptimizer.update_piece`.
+        update_run: `ShardedOptimizer.update_run`.
     """
 
-    def __init__(self, tiers: Tiers, update_piece: Callable[..., None]) -> None:
-        self.tiers, self.update_piece, self.streams = tiers, update_piece, tiers.streams
+    def __init__(self, tiers: Tiers, update_run: Callable[[dict[str, Tensor], Run, float], None]) -> None:
+        self.tiers, self.update_run, self.streams = tiers, update_run, tiers.streams
         self.on_host = not self.streams.separate or tiers.tier("state") != DEVICE
         self.slots = [_Slot() for _ in range(UPDATE_SLOTS)]
         self.thread = tiers.worker("ftkit-update") if tiers.strategy.deferred else None
@@ -167,19 +168,20 @@ class Updater:
     def _compute(self, piece: _Piece) -> None:
         step = piece.step
         for run in step.runs:
-            start, stop = max(run.start, piece.start) - piece.start, min(run.stop, piece.stop) - piece.start
+            start, stop = max(run.start, piece.start), min(run.stop, piece.stop)
             if start < stop:
-                views = {role: view[start:stop] for role, view in piece.views.items()}
-                at = Elements(views.pop("master"), views.pop("gradient"), views.pop("weight", None), views)
-                self.update_piece(at, run.group, run.step, step.factor)
+                roles = [role for role in piece.views if step.reads(run, role)]
+                cut = {role: step.extents[role].cut(piece.views[role], piece.start, start, stop) for role in roles}
+                self.update_run(cut, run, step.factor)
 
     def _make_slots(self, steps: Sequence[FlatStep]) -> None:
         """Allocate staging for stores that are elsewhere, and again when a step needs wider slots."""
         allocated = {role: buffer.numel() for role, buffer in self.slots[0].buffers.items()}
         widths = dict(allocated)  # bytes
         for step in steps:
-            for role, store in self._remote(step).items():
-                widths[role] = max(widths.get(role, 0), min(store.numel, PIECE_NUMEL) * store.dtype.itemsize)
+            for role, extent in self._remote(step).items():
+                size = extent.width(PIECE_NUMEL) * extent.store.dtype.itemsize
+                widths[role] = max(widths.get(role, 0), size)
         if widths == allocated:
             return
         self.settle()  # the last step may still use the slots
@@ -189,9 +191,13 @@ class Updater:
             _Slot({role: arena.take(width, torch.uint8) for role, width in widths.items()}) for _ in range(UPDATE_SLOTS)
         ]
 
-    def _remote(self, step: FlatStep) -> dict[str, Store]:
+    def _remote(self, step: FlatStep) -> dict[str, Extent]:
         """Return the stores that must pass through staging, by role."""
-        return {role: store for role, store in step.stores.items() if store.tensor is None or not self.at_home(store)}
+        return {
+            role: extent
+            for role, extent in step.extents.items()
+            if extent.store.tensor is None or not self.at_home(extent.store)
+        }
 
     def _pieces(self, updates: dict[FlatUpdate, FlatStep]) -> Iterator[_Piece]:
         """Yield the pieces of all flat parameters in order: small ones where a store is elsewhere, else large ones."""
@@ -231,7 +237,7 @@ class _Piece:
     update: FlatUpdate
     start: int
     stop: int
-    remote: dict[str, Store]
+    remote: dict[str, Extent]
     ends_flat: bool
     slot: _Slot = field(default_factory=_Slot)
     views: dict[str, Tensor] = field(default_factory=dict)
@@ -240,31 +246,32 @@ class _Piece:
         """Start reading the stores that are elsewhere into the slot."""
         slot.settle()
         self.slot = slot
-        for role, store in self.step.stores.items():
+        for role, extent in self.step.extents.items():
+            store, (low, high) = extent.store, extent.range(self.start, self.stop)
             if role not in self.remote:
-                self.views[role] = store.read(self.start, self.stop)
+                self.views[role] = store.read(low, high)
                 continue
-            size = (self.stop - self.start) * store.dtype.itemsize
-            view = self.views[role] = slot.buffers[role][:size].view(store.dtype)
-            if role == "weight" and self.step.updates_all:
+            view = self.views[role] = slot.buffers[role][: (high - low) * store.dtype.itemsize].view(store.dtype)
+            if role == "weight" and self.step.writes_all:
                 continue  # written only
             if isinstance(store, FileStore):
-                slot.pending.append(store.file.read(self.start, view).wait)
+                slot.pending.append(store.file.read(low, view).wait)
             else:
-                slot.copy(down, view, store.read(self.start, self.stop))
+                slot.copy(down, view, store.read(low, high))
 
     def write_back(self, up: SideStream) -> None:
         """Start writing the results to the stores that are elsewhere."""
-        for role, store in self.remote.items():
+        for role, extent in self.remote.items():
             if role == "gradient":
                 continue
+            store, (low, high) = extent.store, extent.range(self.start, self.stop)
             if isinstance(store, FileStore):
-                request = store.file.write(self.start, self.views[role])
+                request = store.file.write(low, self.views[role])
                 self.slot.pending.append(request.wait)
                 if store is self.step.flat.weights:
                     self.update.writes.append(request)
             else:
-                self.slot.copy(up, store.read(self.start, self.stop), self.views[role])
+                self.slot.copy(up, store.read(low, high), self.views[role])
 
 
 def _check(error: BaseException | None) -> None:

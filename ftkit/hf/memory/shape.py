@@ -35,6 +35,7 @@ from ftkit.plan.attention import Attention
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
 from ftkit.plan.shape import Flat, Shape
+from ftkit.spec.state_forms import can_be_coded
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,12 @@ def heads_of(config: Any) -> Attention | None:
 def _flats(groups: Mapping[Group, list[tuple[str, nn.Parameter]]], kind: str, owner: str | None = None) -> tuple[Flat, ...]:
     """Return the flat parameters of a kind, and of an owner if one is given."""
     return tuple(
-        Flat(sum(parameter.numel() for _, parameter in members), group.dtype.itemsize, group.trained)
+        Flat(
+            sum(parameter.numel() for _, parameter in members),
+            group.dtype.itemsize,
+            group.trained,
+            sum(p.numel() for _, p in members if group.kind == "block" and group.trained and can_be_coded(tuple(p.shape))),
+        )
         for group, members in groups.items()
         if group.kind == kind and owner in (None, group.owner)
     )

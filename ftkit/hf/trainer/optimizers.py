@@ -16,10 +16,12 @@ from transformers.training_args import OptimizerNames
 
 from ftkit.engine.optim.adagrad import ShardedAdagrad
 from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.adamw_8bit import ShardedAdamW8bit
 from ftkit.engine.optim.ademamix import ShardedAdEMAMix
 from ftkit.engine.optim.lion import ShardedLion
+from ftkit.engine.optim.lion_8bit import ShardedLion8bit
 from ftkit.engine.optim.optimizer import ShardedOptimizer
-from ftkit.engine.optim.plain import Adagrad, AdEMAMix, Lion, StableAdamW
+from ftkit.engine.optim.plain import Adagrad, AdamW8bit, AdEMAMix, Lion, Lion8bit, StableAdamW
 from ftkit.engine.optim.rmsprop import ShardedRMSprop
 from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.engine.optim.stable_adamw import ShardedStableAdamW
@@ -30,7 +32,8 @@ from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_named
 SHARDED: dict[str, type[ShardedOptimizer]] = {
     kind.kind.name: kind
     for kind in (
-        ShardedAdamW, ShardedSGD, ShardedLion, ShardedAdagrad, ShardedRMSprop, ShardedAdEMAMix, ShardedStableAdamW
+        ShardedAdamW, ShardedSGD, ShardedLion, ShardedAdagrad, ShardedRMSprop, ShardedAdEMAMix, ShardedStableAdamW,
+        ShardedAdamW8bit, ShardedLion8bit,
     )
 }  # fmt: skip
 """The sharded optimizer of each rule."""
@@ -49,10 +52,11 @@ KNOWN: dict[type[torch.optim.Optimizer], Known] = {
     torch.optim.SGD: Known(ShardedSGD, ("maximize", "dampening")),
     torch.optim.Adagrad: Known(ShardedAdagrad, ("maximize", "initial_accumulator_value")),
     torch.optim.RMSprop: Known(ShardedRMSprop, ("maximize", "capturable")),
-    **{kind: Known(kind.sharded) for kind in (Lion, Adagrad, AdEMAMix, StableAdamW)},
+    AdamW8bit: Known(ShardedAdamW8bit, ("amsgrad", "maximize", "capturable")),
+    **{kind: Known(kind.sharded) for kind in (Lion, Adagrad, AdEMAMix, StableAdamW, Lion8bit)},
 }
 _BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
-    **{kind.sharded.kind.name: kind for kind in (Lion, Adagrad, AdEMAMix, StableAdamW)},
+    **{kind.sharded.kind.name: kind for kind in (Lion, Adagrad, AdEMAMix, StableAdamW, AdamW8bit, Lion8bit)},
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
