@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -86,7 +87,7 @@ def mean_loss(model: LlamaForCausalLM, rows: Tensor) -> float:
     return sum(losses) / len(rows)
 
 
-def batches(rows: Tensor, size: int, seed: int) -> Any:
+def batches(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
     """Yield batches without end, in a new order in each epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
