@@ -275,10 +275,14 @@ class FlatKernels:
     Args:
         adamw: As `HostLoops.adamw`.
         square_sum: Sum of squares of (n,), a scalar on the device; inf or nan if an element is not finite.
+        adamw_8bit: As `HostLoops.adamw_8bit`.
+        lion_8bit: As `HostLoops.lion_8bit`.
     """
 
     adamw: Callable[..., None]
     square_sum: Callable[[Tensor], Tensor]
+    adamw_8bit: Callable[..., None]
+    lion_8bit: Callable[..., None]
 
 
 def carried(tensor: Tensor) -> Any:
