@@ -64,6 +64,7 @@ def hard(n: int, seed: int) -> Tensor:
     values[2] = torch.linspace(-(2.0**-127), 2.0**-127, GROUP_NUMEL)
     values[3] = 2.0**-97 * values[3] / values[3].abs().max()  # the smallest scales
     values[4] = 2.0**-98 * values[4] / values[4].abs().max()
+    values[8:10] = 2.0**-99 * values[8:10] / values[8:10].abs().max()
     values[5, 7] = 1e30
     values[6] = 0
     values[6, 100] = -3e38
@@ -137,7 +138,7 @@ def test_groups_of_all_magnitudes_and_small_ones_become_zero(loops: HostLoops, s
         assert same(mine, plain)
     tops = x.view(-1, GROUP_NUMEL).abs().amax(1)
     assert same(scales, torch.where(tops < 2.0**-98, 0, tops))
-    assert (scales == 0).sum() >= 3
+    assert (scales == 0).sum() >= 5
     assert (codes.view(-1, GROUP_NUMEL)[scales == 0] == 0).all()
     if signed:
         assert not (codes == 128).any()
@@ -202,6 +203,17 @@ def test_every_weight_with_residuals_comes_back(loops: HostLoops, dtype: torch.d
         arithmetic.split(p, *again)
         assert same(again[0], weight)
         assert same(again[1], residual)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_masters_that_are_not_finite_give_weights_that_are_not(loops: HostLoops, dtype: torch.dtype) -> None:
+    nan = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7FFF7FFF], dtype=torch.int32).view(torch.float32)
+    p = torch.cat([nan, torch.tensor([torch.inf, -torch.inf, 3e38 if dtype == torch.float16 else 3.4e38, -3.4e38])])
+    for arithmetic in (loops, coding):
+        weight = torch.zeros_like(p, dtype=dtype)
+        arithmetic.split(p, weight, torch.zeros_like(p, dtype=torch.int16))
+        assert weight[:4].isnan().all()
+        assert not weight.isfinite().any()
 
 
 # --- the updates
