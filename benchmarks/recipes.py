@@ -2,8 +2,8 @@
 
 Each model is fine-tuned on instructions, with all parameters and with LoRA. Settings are the defaults of `ftkit init`.
 Variants: larger GPUs, one GPU, 8-bit optimizer state, text of a domain (which extends the first), long sequences, and GPTs
-from a configuration. A recipe that does not fit its hardware is not written. A test plans every recipe again and compares. All
-figures are simulated from published rates.
+from a configuration. A recipe that does not fit its hardware is not written. A test plans every recipe again and compares.
+All figures are simulated from published rates.
 """
 
 from __future__ import annotations
