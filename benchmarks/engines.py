@@ -29,8 +29,12 @@ class Engine:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def _ours(**settings: Any) -> Callable[[str], dict[str, Any]]:
-    return lambda folder: {"ftkit": {**settings, "nvme_dir": folder} if "nvme" in settings.values() else settings or "auto"}
+def _ours(optim: str = "adamw_torch_fused", **settings: Any) -> Callable[[str], dict[str, Any]]:
+    def arguments(folder: str) -> dict[str, Any]:
+        given = {**settings, "nvme_dir": folder} if "nvme" in settings.values() else settings or "auto"
+        return {"ftkit": given, "optim": optim}
+
+    return arguments
 
 
 def _fsdp2(folder: str) -> dict[str, Any]:
@@ -81,6 +85,8 @@ def _zero3_nvme(folder: str) -> dict[str, Any]:
 
 
 _LEAN = {"stage": 3, "activations": "recompute", "reshard_after_forward": True}
+_HOST = {**_LEAN, "gradients": "host", "state": "host", "update": "deferred"}
+_NVME = {**_LEAN, "state": "nvme", "state_host_bytes": 0}
 _DEEPSPEED = {"peer": True, "environment": {"DS_ACCELERATOR": "cpu"}}
 
 ENGINES = {
@@ -91,9 +97,13 @@ ENGINES = {
     "fsdp2": Engine(_fsdp2),
     "deepspeed-zero3": Engine(_zero3, **_DEEPSPEED),
     "ftkit-host": Engine(_ours(**_LEAN, gradients="host", state="host"), ours=True),
-    "ftkit-host-deferred": Engine(_ours(**_LEAN, gradients="host", state="host", update="deferred"), ours=True),
+    "ftkit-host-deferred": Engine(_ours(**_HOST), ours=True),
+    "ftkit-host-8bit": Engine(_ours("adamw_8bit", **_HOST), ours=True),
+    "ftkit-host-8bit-split": Engine(_ours("adamw_8bit", master="split", **_HOST), ours=True),
     "ftkit-nvme": Engine(_ours(**_LEAN, state="nvme"), ours=True),
-    "ftkit-nvme-all": Engine(_ours(**_LEAN, state="nvme", state_host_bytes=0), ours=True),
+    "ftkit-nvme-all": Engine(_ours(**_NVME), ours=True),
+    "ftkit-nvme-all-8bit": Engine(_ours("adamw_8bit", **_NVME), ours=True),
+    "ftkit-nvme-all-8bit-split": Engine(_ours("adamw_8bit", master="split", **_NVME), ours=True),
     "ftkit-nvme-now": Engine(_ours(**_LEAN, state="nvme", update="now"), ours=True),
     "deepspeed-host": Engine(_zero3_host, **_DEEPSPEED),
     "deepspeed-nvme": Engine(_zero3_nvme, **_DEEPSPEED),

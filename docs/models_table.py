@@ -27,8 +27,8 @@ HEAD = """\
 **Simulated, not measured.** Each cell is a result of `ftkit plan`: **tokens/s** (GiB of one GPU / GiB of host memory), or
 "no" if the plan refuses the run. Sequences have 2,048 tokens (T5: 512), packed where the family allows it; a step has
 16,384 tokens per GPU. Training uses fp16 with fp32 master weights and AdamW, without NVMe. Eight GPUs have about 303 GiB of
-host memory, one GPU about 34 GiB. With [8-bit state](optimizers.md#8-bit-state-and-split-master) 24B and 32B models train
-with all parameters on eight GPUs of 16 GB; `ftkit recipes list` has the recipes. [Plan](plan.md) says how accurate the
+host memory, one GPU about 34 GiB. With [8-bit state](optimizers.md#8-bit-state-and-split-master) 24B and 32B models
+train with all parameters on eight GPUs of 16 GB: `ftkit recipes list` has the recipes. [Plan](plan.md) says how accurate the
 figures are. More memory, a drive or other lengths change what fits; for other models use
 `ftkit plan MODEL --hardware 8xv100-16gb`.
 """

@@ -224,8 +224,8 @@ FAULTS = (
     _fault(
         "masters are not restored",
         "ftkit/engine/checkpoint/loading.py",
-        "            if own.master is not flat.weights:\n",
-        "            if False:\n",
+        "            elif own.master is not flat.weights:\n",
+        "            elif False:\n",
         _CHECKPOINT + "test_narrow_weights_come_back_from_masters[dtype0]",
     ),
     _fault(
@@ -566,8 +566,8 @@ FAULTS = (
     _fault(
         "a flat parameter is released before all of it is written",
         "ftkit/engine/checkpoint/saving.py",
-        "                    for kind, store in stores.items():\n",
-        "                    self.captured[flat].set()\n                    for kind, store in stores.items():\n",
+        "                    for part in parts:\n",
+        "                    self.captured[flat].set()\n                    for part in parts:\n",
         "tests/engine/test_checkpoint.py::test_a_save_holds_one_moment_while_training_goes_on",
     ),
     _fault(
@@ -951,9 +951,9 @@ FAULTS = (
     ),
     _fault(
         "the plan knows Adam by name",
-        "ftkit/plan/memory.py",
-        "    return placed.flat.trained * (len(shape.rule.moments) + apart) * 4 * numel",
-        "    return placed.flat.trained * (2 + apart) * 4 * numel",
+        "ftkit/plan/state.py",
+        "        return tuple(StateStore(name, numel) for name in rule.moments)\n",
+        '        return tuple(StateStore(name, numel) for name in ("exp_avg", "exp_avg_sq"))\n',
         "tests/plan/test_live_bytes.py::test_other_update_rules[sgd]",
     ),
     _fault(

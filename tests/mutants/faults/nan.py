@@ -41,7 +41,7 @@ FAULTS = (
     fault(
         "a checkpoint with NaN is written, and pushes out the last good one",
         "ftkit/engine/checkpoint/saving.py",
-        "            if kind in WEIGHT_KINDS:\n",
+        "            if part.weights:\n",
         "            if False:\n",
         _NONFINITE + "test_a_trainer_whose_weights_become_nan_keeps_the_last_good_checkpoint",
     ),
