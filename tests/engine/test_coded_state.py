@@ -119,7 +119,7 @@ def test_codes_without_scales_are_a_broken_checkpoint(world1, tmp_path, removed)
     manifest = read_manifest(folder)
     del manifest["files"][removed]
     write_sealed(folder / MANIFEST, manifest)
-    with pytest.raises(AssertionError, match=r"block.exp_avg(_sq)?.safetensors: block.up is in 8 bits, without exp_avg"):
+    with pytest.raises(AssertionError, match=r"block.exp_avg(_sq)?.safetensors: block.down is in 8 bits, without exp_avg"):
         world1.run(converted, Case(), str(folder))
 
 

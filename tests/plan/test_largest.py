@@ -61,7 +61,7 @@ def test_nineteen_billion_fit_the_box_of_the_project() -> None:
 
 
 def test_forms_of_the_state_make_larger_models_fit() -> None:
-    """Issue 44, done when 3. One micro-batch a step, so that gradients are not summed in fp32."""
+    """With one micro-batch a step, so that gradients are not summed in fp32."""
     asked = replace(ablation.asked(), sequences=4, rates=None)
     shown = re.findall(r"^\| `name: .* \| ([\d.]+)B \|$", (PAGE.parent / "optimizers.md").read_text(encoding="utf-8"), re.M)
     for size, rule, master in zip(shown, (ADAMW, ADAMW_8BIT, ADAMW_8BIT), ("fp32", "fp32", "split"), strict=True):
