@@ -23,12 +23,12 @@ def _adamw(
     adamw_(gradient, master, m, v, weight, AdamW(**constants, step=step, scale=factor))
 
 
-def _adamw_8bit(master: Tensor | None, gradient: Tensor, *state: Tensor | None, **how: Any) -> None:
+def _adamw_8bit(master: Tensor | None, gradient: Tensor, *state: Any, **how: Any) -> None:
     update = adamw_8bit_ if use_triton(gradient) else coding.adamw_8bit
     update(master, gradient, *state, **how)
 
 
-def _lion_8bit(master: Tensor | None, gradient: Tensor, *state: Tensor | None, **how: Any) -> None:
+def _lion_8bit(master: Tensor | None, gradient: Tensor, *state: Any, **how: Any) -> None:
     update = lion_8bit_ if use_triton(gradient) else coding.lion_8bit
     update(master, gradient, *state, **how)
 
