@@ -145,12 +145,13 @@ def _emit_split_fp16(builder: Any, size: Any, sign: Any) -> tuple[Any, Any]:
     value, least = builder.bitcast(size, F32), F32(2.0**-17)
     fine = builder.fsub(builder.fadd(value, least), least)  # a multiple of 2^-40
     value = builder.select(builder.fcmp_ordered("<", value, least), fine, value)
-    odd = builder.or_(builder.or_(builder.bitcast(value, I32), I32(1)), sign)
-    weight = builder.fptrunc(builder.bitcast(odd, F32), F16)
-    back = builder.and_(builder.bitcast(builder.fpext(weight, F32), I32), I32(SIGN - 1))
+    odd = builder.bitcast(builder.or_(builder.bitcast(value, I32), I32(1)), F32)
+    weight = builder.fptrunc(odd, F16)
+    back = builder.bitcast(builder.fpext(weight, F32), I32)
     steps = builder.bitcast(builder.sub(I32((2 * 127 + 26) << 23), _emit_power(builder, back)), F32)
     residual = builder.fmul(builder.fsub(value, builder.bitcast(back, F32)), steps)
-    return builder.bitcast(weight, I16), builder.trunc(builder.fptosi(residual, I32), I16)
+    weight = builder.or_(builder.bitcast(weight, I16), builder.trunc(builder.lshr(sign, I32(16)), I16))
+    return weight, builder.trunc(builder.fptosi(residual, I32), I16)
 
 
 def _emit_power(builder: Any, size: Any) -> Any:

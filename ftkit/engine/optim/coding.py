@@ -68,11 +68,10 @@ def encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return codes (n,), uint8, and scales (n/128,), fp32, of `values` (n,), fp32, not negative if not `signed`."""
     groups = values.view(-1, GROUP_NUMEL)
     scales = groups.abs().amax(1)
-    scales[scales < SMALLEST_SCALE] = 0
-    ratios = groups.abs() * (1 / scales)[:, None]
-    ratios[scales == 0] = 0  # not 0 * inf
+    scales = torch.where(scales < SMALLEST_SCALE, 0, scales)
+    inverses = torch.where(scales == 0, 0, 1 / scales)
     _, limits = _table(signed, values.device)
-    codes = torch.bucketize(ratios, limits, right=True)
+    codes = torch.bucketize(groups.abs() * inverses[:, None], limits, right=True)
     if signed:
         codes += 128 * ((codes > 0) & (groups < 0))
     return codes.view(-1).to(torch.uint8), scales
