@@ -84,9 +84,11 @@ bench: setup  ## step time, start-up and memory of ftkit, DDP, FSDP2 and DeepSpe
 	$(BIN)/python -m benchmarks.run
 
 OFFLOAD := ftkit-host,ftkit-host-deferred,ftkit-nvme,ftkit-nvme-now,ftkit-nvme-all,deepspeed-host,deepspeed-nvme
-bench-offload: setup  ## a step with the state in RAM and on NVMe, deferred or not, beside DeepSpeed
+FORMS := ftkit-host-deferred,ftkit-nvme-all,ftkit-host-8bit,ftkit-nvme-all-8bit,ftkit-host-8bit-split,ftkit-nvme-all-8bit-split
+bench-offload: setup  ## a step with the state in RAM and on NVMe, deferred or not, in each form, beside DeepSpeed
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD)
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD) --batch 4
+	$(BIN)/python -m benchmarks.run --models 374m --engines $(FORMS) --tokens 64
 
 bench-checkpoints: setup  ## save and resume through the Trainer beside FSDP2 and DeepSpeed ZeRO-3 (20 GB of disk)
 	$(BIN)/python -m benchmarks.run --save --models 374m --tokens 64 --engines ftkit,ftkit-nvme-all,fsdp2,deepspeed-zero3,deepspeed-nvme

@@ -205,7 +205,10 @@ class FakeLoops(HostLoops):
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
-    adamw = sgd = update = add_ = _nothing
+    adamw = sgd = adamw_8bit = lion_8bit = split = update = add_ = _nothing
+
+    def join(self, weight: Tensor, residual: Tensor) -> Tensor:
+        return torch.empty_like(weight, dtype=torch.float32)
 
     def square_sum(self, gradient: Tensor) -> float:
         return 1.0
@@ -242,7 +245,7 @@ def _permanent(units: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[tup
     for gradient in units.gradients:
         yield "gradients", [] if gradient.memory is None else [gradient.memory]
     for state in optimizer.states.values():
-        yield "optimizer state", of(state.master, *state.moments.values())
+        yield "optimizer state", of(*(extent.store for extent in state.extents.values()))
     yield "slots", units.transfer.buffers()
     if units.offload is not None:
         yield "slots", [units.offload.device_buffer()]

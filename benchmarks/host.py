@@ -1,6 +1,7 @@
 """Measure the host's AdamW and the NVMe tier against the limits of memory and drive.
 
-    python -m benchmarks.host adam    ftkit and torch's fused AdamW, beside a loop with the same reads and writes
+    python -m benchmarks.host adam    ftkit and torch's fused AdamW, beside a loop with the same reads and writes;
+                                      also DeepSpeed's and bitsandbytes' 8-bit AdamW where they are installed
     python -m benchmarks.host disk    the NVMe tier, beside plain O_DIRECT loops on the same file
 
 All contenders run in turns. Each round starts with another contender. The first round is not counted; tables show medians.
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,51 @@ def adam_calls(n: int, threads: int) -> Calls:
     for dtype in gradients:
         found[f"ftkit, {dtype}"] = lambda dtype=dtype: timed(lambda: update(dtype))
         found[f"torch fused + copy, {dtype}"] = lambda dtype=dtype: timed(lambda: fused(dtype))
+    return found | coded_calls(loops, master, gradients, weights) | peer_calls(master, wide, weights["bf16"])
+
+
+def coded_calls(loops: HostLoops, master: Tensor, gradients: dict[str, Tensor], weights: dict[str, Tensor]) -> Calls:
+    """Return the contenders with 8-bit moments, with an fp32 and with a split master weight."""
+    m = loops.encode(torch.full_like(master, 1e-3), signed=True)
+    s = loops.encode(torch.full_like(master, 3e-3), signed=False)
+    residual = torch.zeros(master.numel(), dtype=torch.int16)
+
+    def update(dtype: str, own: Tensor | None, left: Tensor | None) -> None:
+        tensors = own, gradients[dtype], *m, *s, weights[dtype], left
+        loops.adamw_8bit(*tensors, factor=0.5, step=10, **NUMBERS)
+
+    found: Calls = {}
+    for dtype in gradients:
+        found[f"ftkit 8-bit, {dtype}"] = lambda dtype=dtype: timed(lambda: update(dtype, master, None))
+        found[f"ftkit 8-bit, split master, {dtype}"] = lambda dtype=dtype: timed(lambda: update(dtype, None, residual))
     return found
+
+
+def peer_calls(master: Tensor, wide: Tensor, weight: Tensor) -> Calls:
+    """Return the optimizers of other packages that are installed, each with a copy to the bf16 weight."""
+    settings = {"lr": NUMBERS["lr"], "weight_decay": NUMBERS["weight_decay"]}
+    makers: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {}
+    with suppress(ImportError):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        makers["DeepSpeedCPUAdam"] = lambda params: DeepSpeedCPUAdam(params, adamw_mode=True, **settings)
+    with suppress(ImportError):
+        from bitsandbytes.optim import AdamW8bit
+
+        makers["bitsandbytes AdamW8bit"] = lambda params: AdamW8bit(params, **settings)
+
+    def call(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], float]:
+        param = torch.nn.Parameter(master.clone())
+        param.grad = wide
+        optimizer = make([param])
+
+        def step() -> None:
+            optimizer.step()
+            weight.copy_(param.detach())
+
+        return lambda: timed(step)
+
+    return {f"{name} + copy, bf16": call(make) for name, make in makers.items()}
 
 
 def adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftkit.kernels import adamw, cross_entropy, gated, rms_norm, rotary, squared_norm
+from ftkit.kernels import adamw, adamw_8bit, cross_entropy, gated, rms_norm, rotary, squared_norm
 from ftkit.kernels.launch import options, row_block
 
 HALF, FULL, INT, LONG, NUMBER, LABELS = "*fp16", "*fp32", "i32", "i64", "fp32", "*i64"
@@ -40,6 +40,7 @@ class Specimen:
         types: Types of its arguments, by name. None for an argument that is absent.
         known: Its constants, by name.
         warps: Warps of a program.
+        fused: Whether products are fused with sums.
     """
 
     name: str
@@ -47,12 +48,14 @@ class Specimen:
     types: dict[str, str | None]
     known: dict[str, Any]
     warps: int
+    fused: bool = True
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin, registers of a thread, bytes of shared memory of a program, and bytes that a thread spills."""
+    """PTX, a cubin, registers of a thread, bytes of shared memory of a program, and bytes that a thread spills."""
 
+    ptx: str
     cubin: bytes
     registers: int
     shared: int
@@ -79,14 +82,14 @@ def compile_for(specimen: Specimen, capability: int) -> Compiled:
         constexprs={**specimen.known, **absent},
         attrs=_aligned(specimen.types),
     )
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options(specimen.warps))
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options(specimen.warps, specimen.fused))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert found is not None, usage
     registers, stack, shared, local = map(int, found.groups())
-    return Compiled(made.asm["cubin"], registers, shared + made.metadata.shared, stack + local)
+    return Compiled(made.asm["ptx"], made.asm["cubin"], registers, shared + made.metadata.shared, stack + local)
 
 
 def _norms() -> list[Specimen]:
@@ -156,6 +159,23 @@ def _losses() -> list[Specimen]:
     ]  # fmt: skip
 
 
+def _coded() -> list[Specimen]:
+    found = []
+    rest = ("factor", "keep", "beta1", "rest1", "beta2", "rest2")
+    moment = {"m": "*u8", "m_scales": FULL}
+    for name, kernel, state, more in (
+        ("adamw_8bit", adamw_8bit._adamw, {**moment, "s": "*u8", "s_scales": FULL}, ("root", "eps", "rate")),
+        ("lion_8bit", adamw_8bit._lion, moment, ("rate",)),
+    ):
+        for split, kind in ((False, HALF), (True, HALF), (True, "*bf16")):
+            types = {"gradient": kind, "master": None if split else FULL, **state, "weight": kind}
+            types |= {"residual": "*i16" if split else None, "groups": LONG, **dict.fromkeys((*rest, *more), NUMBER)}
+            known = {"SPLIT": split, "WEIGHT": True, "GROUPS": adamw_8bit.GROUPS, "GROUP": adamw_8bit.GROUP}
+            title = f"{name}, {'split' if split else 'fp32'} master, {kind[1:]} weight"
+            found.append(Specimen(title, kernel, types, known, adamw_8bit.WARPS, fused=False))
+    return found
+
+
 def _flat() -> list[Specimen]:
     state = dict.fromkeys(("master", "m", "v"), FULL)
     numbers = ("scale", "decay", "beta1", "beta2", "rest1", "rest2", "eps", "step_size", "root_correction")
@@ -172,7 +192,7 @@ def _flat() -> list[Specimen]:
     ]  # fmt: skip
 
 
-SPECIMENS: tuple[Specimen, ...] = (*_norms(), *_activations(), *_rotations(), *_losses(), *_flat())
+SPECIMENS: tuple[Specimen, ...] = (*_norms(), *_activations(), *_rotations(), *_losses(), *_flat(), *_coded())
 
 
 def main() -> None:

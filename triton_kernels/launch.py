@@ -42,12 +42,14 @@ def device_guard(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def options(warps: int) -> dict[str, Any]:
-    """Return compile options. Products are fused with sums; Triton 3.10 does not fuse them by default."""
-    return {"num_warps": warps, "enable_fp_fusion": True}
+def options(warps: int, fused: bool = True) -> dict[str, Any]:
+    """Return compile options. `fused`: products are fused with sums; Triton 3.10 does not fuse them by default."""
+    return {"num_warps": warps, "enable_fp_fusion": fused}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, warps: int, fused: bool = True, **constants: Any
+) -> None:
     """Run a kernel on the GPU of its first argument, or do nothing if the grid is empty.
 
     Args:
@@ -56,11 +58,12 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, warps: i
         x: First argument of the kernel.
         others: Further arguments.
         warps: Warps per program.
+        fused: Whether products are fused with sums. Without it, a kernel can give the bits of plain PyTorch.
         constants: Arguments that are `tl.constexpr`.
     """
     if all(grid):
         with device_guard(x):  # Triton launches on the current GPU, wherever the tensors are
-            kernel[grid](x, *others, **constants, **options(warps))
+            kernel[grid](x, *others, **constants, **options(warps, fused))
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ftkit.config.values import CountOrZero, Fraction, NotNegative, Positive, Section
 from ftkit.config.wording import brief
-from ftkit.spec.strategy import FP32
+from ftkit.spec.strategy import FP32, SPLIT
 from ftkit.spec.update_rules import NAMES, REFUSED, RULES, UpdateRule
 
 ScheduleName = Literal[
@@ -159,11 +159,11 @@ class Optimizer(Section):
 
     @property
     def described(self) -> str:
-        """Rule, forms of its state, and schedule for a reader."""
+        """Rule, master, and schedule for a reader."""
         end = "" if self.min_lr is None else f" to {self.min_lr:g}"
         warmup = f"{self.warmup_ratio:g} of the steps" if self.warmup_ratio else f"{self.warmup_steps} steps"
-        rule = ", ".join([self.name, *self.rule.forms(self.master)])
-        return f"{rule}, peak learning rate {self.lr:g}, {self.schedule}{end}, warm-up {warmup}"
+        master = ", split master" if self.master == SPLIT else ""
+        return f"{self.name}{master}, peak learning rate {self.lr:g}, {self.schedule}{end}, warm-up {warmup}"
 
     @property
     def rule(self) -> UpdateRule:

@@ -102,8 +102,6 @@ def _options(asked: Request, nearest: Strategy) -> Iterator[str]:
 
 def _smaller_states(asked: Request, nearest: Strategy) -> Iterator[str]:
     """Yield smaller forms of the optimizer state with which a strategy fits, the nearest form first."""
-    if asked.shape.peft:
-        return
     coded = in_8_bits(asked.shape)
     forms = [(coded, asked.wanted.master)] if coded else []
     if asked.wanted.master != SPLIT and asked.shape.itemsize == 2:

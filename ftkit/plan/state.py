@@ -84,6 +84,14 @@ def states_bytes(shape: Shape, strategy: Strategy, *, cpu: bool) -> int:
     return own * shape.world_size
 
 
+def forms_of(shape: Shape, strategy: Strategy, *, cpu: bool) -> list[str]:
+    """Return the forms of the state that are not fp32, for a reader."""
+    states = [state_of(shape, strategy, placed, cpu=cpu) for placed, _ in shape.counted]
+    roles = {store.role for state in states for store in state.stores}
+    coded = any(role.endswith(".codes") for role in roles)
+    return ["8-bit moments"] * coded + ["split master"] * ("residual" in roles)
+
+
 def total_bytes(stores: Sequence[StateStore]) -> int:
     """Return the bytes of some stores."""
     return sum(store.size_bytes for store in stores)

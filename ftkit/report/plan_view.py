@@ -17,6 +17,7 @@ from ftkit.config.wording import counted
 from ftkit.plan.memory import LABELS
 from ftkit.plan.plan import Plan
 from ftkit.plan.speed import STREAMS, Speed
+from ftkit.plan.state import forms_of
 from ftkit.plan.whatif import Answer
 from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.curve import curve
@@ -85,8 +86,7 @@ def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
     cached = decided(strategy.state_host_bytes) / GIB
     cache = f"; {cached:.1f} GiB of each rank's state cached in host memory" if cached else ""
     update = f"updated {'while the next forward runs' if strategy.deferred else 'at the end of the step'}"
-    forms = [stored("state"), *shape.rule.forms(strategy.master)]
-    yield "optimizer state", f"{', '.join(forms)}, {update}{cache}"
+    yield "optimizer state", f"{', '.join([stored('state'), *forms_of(shape, strategy, cpu=cpu)])}, {update}{cache}"
     blocks = len(shape.blocks)
     graphs = strategy.graphs(blocks)
     words = f"{graphs} of {blocks} blocks keep their activations, {blocks - graphs} recompute them"

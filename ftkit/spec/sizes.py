@@ -22,6 +22,9 @@ CUDA_PIECE_NUMEL: Final = 1 << 24
 REFERENCE_NUMEL: Final = CUDA_PIECE_NUMEL // 4
 """Elements that PyTorch operations update at a time: up to four fp32 tensors of them take 64 MiB."""
 
+CONVERTED_NUMEL: Final = CUDA_PIECE_NUMEL // 16
+"""Elements of smaller forms of state that PyTorch operations update at a time: up to 60 bytes of each take 64 MiB."""
+
 PIECE_NUMEL: Final = 1 << 20
 """Elements that a shard in a file is processed at a time."""
 

@@ -56,10 +56,6 @@ class UpdateRule:
         """The settings that belong to this rule alone, with their defaults: `optimizer.args`, or `optim_args`."""
         return {key: value for key, value in self.settings.items() if key not in ("lr", "weight_decay", "betas", "eps")}
 
-    def forms(self, master: str) -> list[str]:
-        """Return the parts of its state that are not fp32, for a reader. `master` is that of the strategy."""
-        return ["8-bit moments"] * self.coded + ["split master"] * (master == "split")
-
     @property
     def in_8_bits(self) -> UpdateRule | None:
         """The same rule with 8-bit moments. None if there is none, or if this one has them."""

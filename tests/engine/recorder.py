@@ -32,8 +32,9 @@ from ftkit.engine.memory.flat_file import FlatFile, Request
 from ftkit.engine.memory.tiers import FileStore
 from ftkit.engine.streams import SideStream, Streams
 
-READ_ONLY = {"square_sum": 0, "add_": 1, "adamw": 1, "sgd": 1}
-"""Position of the argument that a host loop only reads."""
+READ_ONLY = {"square_sum": {0}, "add_": {1}, "adamw": {1}, "sgd": {1}, "adamw_8bit": {1}, "lion_8bit": {1}}
+READ_ONLY |= {"split": {0}, "join": {0, 1}, "encode": {0}, "decode": {0, 1}}
+"""Positions of the arguments that a host loop only reads."""
 
 Clock = dict[str, int]
 Range = tuple[Any, int, int]  # key of a memory, first byte, byte to stop before
@@ -313,8 +314,8 @@ class RecordingStreams(Streams):
 
     def loops(self, threads: int) -> HostLoops:
         loops = HostLoops(threads)
-        for name, read in READ_ONLY.items():
-            setattr(loops, name, recorded_loop(self.recorder, name, getattr(loops, name), read))
+        for name, reads in READ_ONLY.items():
+            setattr(loops, name, recorded_loop(self.recorder, name, getattr(loops, name), reads))
         return loops
 
     @contextmanager
@@ -333,14 +334,15 @@ class RecordingStreams(Streams):
         assert not recorder.found, "\n".join(f"{count} times {text}" for text, count in Counter(recorder.found).items())
 
 
-def recorded_loop(recorder: Recorder, name: str, loop: Callable[..., Any], read: int) -> Callable[..., Any]:
-    """Return a host loop that records its arguments. It reads argument `read` only."""
+def recorded_loop(recorder: Recorder, name: str, loop: Callable[..., Any], reads: set[int]) -> Callable[..., Any]:
+    """Return a host loop that records its arguments. It only reads those in `reads`."""
 
     def call(*args: Any, **settings: Any) -> Any:
         with recorder.on(None):
             result = loop(*args, **settings)
-        written = [each for number, each in enumerate(args) if isinstance(each, Tensor) and number != read]
-        recorder.touch([args[read]], written, name)
+        tensors = {number: each for number, each in enumerate(args) if isinstance(each, Tensor)}
+        written = [each for number, each in tensors.items() if number not in reads]
+        recorder.touch([tensors[number] for number in reads], written, name)
         return result
 
     return call

@@ -30,6 +30,7 @@ from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.adagrad import ShardedAdagrad
 from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.adamw_8bit import ShardedAdamW8bit
 from ftkit.engine.optim.ademamix import ShardedAdEMAMix
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.plain import AdEMAMix, StableAdamW
@@ -171,6 +172,7 @@ OURS: dict[str, Callable[[ShardedModel, Iterable[Any]], ShardedOptimizer]] = {
     "rmsprop": lambda units, groups: ShardedRMSprop(units, groups, lr=2e-4, momentum=0.9, centered=True, eps=1e-4),
     "ademamix": lambda units, groups: ShardedAdEMAMix(units, groups, lr=1e-3),
     "stable_adamw": lambda units, groups: ShardedStableAdamW(units, groups, lr=2e-3),
+    "adamw_8bit": lambda units, groups: ShardedAdamW8bit(units, groups, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
 }
 
 

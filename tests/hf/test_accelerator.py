@@ -370,7 +370,7 @@ def test_what_is_not_supported_is_refused():
     refused = partial(pytest.raises, ftkit.UserError)
     with refused(match="prepare the model before its optimizer"):
         accelerator.prepare(torch.optim.AdamW(runs.llama().parameters()))
-    with refused(match="Adamax has no sharded form: use AdamW, SGD, Adagrad, RMSprop, Lion"):
+    with refused(match="Adamax has no sharded form: use AdamW, SGD, Adagrad, RMSprop, AdamW8bit, Lion"):
         accelerator.prepare(torch.optim.Adamax(model.parameters()))
     with accelerator.accumulate(model), refused(match="if accelerator.sync_gradients"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

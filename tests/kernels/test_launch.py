@@ -14,6 +14,7 @@ from triton.runtime.jit import KernelInterface
 
 from ftkit.kernels import launch
 from ftkit.kernels.adamw import AdamW, adamw_
+from ftkit.kernels.adamw_8bit import lion_8bit_
 from ftkit.kernels.cross_entropy import cross_entropy
 from ftkit.kernels.gated import gated
 from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
@@ -30,6 +31,12 @@ def heads(x: Tensor) -> Tensor:
     return x.view(1, 2, 3, 4)
 
 
+def lion(x: Tensor) -> None:
+    master, codes = x.detach().new_zeros(128), torch.zeros(128, dtype=torch.uint8)
+    numbers = {"factor": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0}
+    lion_8bit_(master, master.clone(), codes, master.new_zeros(1), None, None, **numbers)
+
+
 CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "rms_norm": (lambda x: rms_norm(x, x[0], 1e-5), 1, 1),
     "rotary": (lambda x: rotary(heads(x), heads(x), x.view(2, 3, 4)[:1], x.view(2, 3, 4)[:1]), 2, 2),
@@ -37,6 +44,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "cross_entropy": (lambda x: cross_entropy(x * 1, labels(x)), 1, 1),
     "linear_cross_entropy": (lambda x: linear_cross_entropy(x, x, labels(x), chunk_bytes=6 * 3 * x.itemsize), 2, 2),
     "adamw_": (lambda x: adamw_(*x.detach().view(4, 6).clone(), None, AdamW(lr=0.1)), 1, 0),
+    "lion_8bit_": (lion, 1, 0),
     "squared_norm": (lambda x: squared_norm(x.detach().view(-1)), 1, 0),
 }
 """Calls with a tensor (6, 4), and how many kernels each launches forward and backward."""

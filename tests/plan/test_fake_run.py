@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from ftkit.hf.memory.fake import graph_bytes, nothing_behind
 from ftkit.hf.sharding import model_shape, shard_as
 from ftkit.plan.limits import Limits
 from ftkit.spec.strategy import Strategy
+from ftkit.spec.update_rules import ADAMW, ADAMW_8BIT, LION_8BIT
 from tests.plan.made import make_plan
 
 TOKENS, CPU = 32, torch.device("cpu")
@@ -38,9 +40,9 @@ def llama():
     return model
 
 
-def planned(model, *, cpu=False, world=4, sequences=2, dtype=torch.float16, **forced):
+def planned(model, *, cpu=False, world=4, sequences=2, dtype=torch.float16, rule=ADAMW, **forced):
     limits = Limits(None if cpu else 1 << 40, 1 << 40, None, ranks_per_node=world, cpu=cpu)
-    shape = model_shape(model, find_blocks(model), world, dtype, TOKENS, cpu=cpu)
+    shape = replace(model_shape(model, find_blocks(model), world, dtype, TOKENS, cpu=cpu), rule=rule)
     name = next(name for name, known in DTYPES.items() if known == dtype)
     chosen = {
         "dtype": name,
@@ -68,6 +70,25 @@ def test_what_stays_is_what_was_planned(stage, tiers, activations):
     if tiers["activation_offload"] == "host":  # beside the activations nothing comes and goes on the host
         more = found.found["host"].get("activations", 0) - found.planned["host"].get("activations", 0)
         assert 0 <= more < 64  # the norm
+
+
+@pytest.mark.parametrize(
+    ("rule", "master", "tiers"),
+    [
+        (ADAMW_8BIT, "fp32", DEVICE),
+        (ADAMW_8BIT, "fp32", DEVICE | {"state": "host"}),
+        (ADAMW_8BIT, "split", HOST),
+        (LION_8BIT, "split", DEVICE),
+        (ADAMW, "split", HOST),
+    ],
+)
+def test_each_form_of_the_state_is_what_was_planned(rule, master, tiers):
+    model = llama()
+    plan = planned(model, stage=3, rule=rule, master=master, **tiers)
+    found = fake_run(plan, model)
+    for tier in ("device", "host"):
+        for purpose in {*found.planned[tier], *found.found[tier]} - {"activations"}:
+            assert found.found[tier].get(purpose, 0) == found.planned[tier].get(purpose, 0), (tier, purpose)
 
 
 @pytest.mark.parametrize("activations", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("recompute", "keep")), 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.whatif import largest, what_if, with_blocks
 from ftkit.report.curve import curve
 from ftkit.spec.strategy import Strategy
+from ftkit.spec.update_rules import ADAMW, ADAMW_8BIT
 from tests.plan.test_choice import LLAMA_13B, SMALL, cpu, llama, on
 
 V100 = profiles()["8xv100-16gb"].rates_of_a_rank(8)
@@ -56,6 +58,16 @@ def test_nineteen_billion_fit_the_box_of_the_project() -> None:
     plan = largest(replace(ablation.asked(), rates=None))
     assert plan.shape.trained_numel == plan.shape.numel > 19e9
     assert plan.strategy.state == "host"
+
+
+def test_forms_of_the_state_make_larger_models_fit() -> None:
+    """With one micro-batch a step, so that gradients are not summed in fp32."""
+    asked = replace(ablation.asked(), sequences=4, rates=None)
+    shown = re.findall(r"^\| `name: .* \| ([\d.]+)B \|$", (PAGE.parent / "optimizers.md").read_text(encoding="utf-8"), re.M)
+    for size, rule, master in zip(shown, (ADAMW, ADAMW_8BIT, ADAMW_8BIT), ("fp32", "fp32", "split"), strict=True):
+        shape, wanted = replace(asked.shape, rule=rule), Strategy(master=master)
+        assert f"{largest(replace(asked, shape=shape, wanted=wanted)).shape.numel / 1e9:.1f}" == size
+    assert float(shown[2]) > 33
 
 
 @pytest.mark.slow

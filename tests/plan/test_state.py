@@ -124,8 +124,8 @@ def test_staging_has_a_buffer_for_each_store_that_is_elsewhere() -> None:
     piece, tail = 1 << 20, 2 * WIDE.hidden + 1024
     nvme = Strategy.of(state="nvme", parameters="nvme", gradients="host")
 
-    def staged(strategy: Strategy, rule: UpdateRule) -> int:
-        shape = replace(WIDE, rule=rule, roots=(), replicated=())
+    def staged(strategy: Strategy, rule: UpdateRule, *, replicated: bool = False) -> int:
+        shape = replace(WIDE, rule=rule, roots=(), replicated=WIDE.replicated if replicated else ())
         size = memory(shape, strategy, cpu=False).purposes("host", "train")["staging"]
         rest = memory(shape.frozen(), strategy, cpu=False).purposes("host", "train")["staging"]
         offload = 2 * shape.blocks[0][0].shard_numel(8) * 2
@@ -137,7 +137,10 @@ def test_staging_has_a_buffer_for_each_store_that_is_elsewhere() -> None:
     assert 0 < plain.numel < tail
     assert staged(nvme, ADAMW) == (4 + 8 + 2) * piece
     assert staged(nvme, ADAMW_8BIT) == (4 + 2) * piece + codes + 2 * plain.numel * 4
-    assert staged(replace(nvme, master="split"), ADAMW_8BIT) == (2 + 2) * piece + codes + 2 * plain.numel * 4
+    split = replace(nvme, master="split")
+    assert staged(split, ADAMW_8BIT) == (2 + 2) * piece + codes + 2 * plain.numel * 4
+    more = staged(split, ADAMW_8BIT, replicated=True) - staged(split, ADAMW_8BIT)
+    assert more == (4 + 2) * 4096, "an fp32 master and a gradient of replicated parameters, which are on the device"
 
 
 def updates(shape: Shape, strategy: Strategy) -> dict[str, dict[str, float]]:
@@ -185,7 +188,7 @@ def test_a_checkpoint_has_an_fp32_master_and_moments_in_their_form() -> None:
 
 
 def test_matrices_of_trained_blocks_can_be_coded() -> None:
-    model = runs.llama()
+    model = runs.llama(vocab_size=128)
     blocks = find_blocks(model)
     shape = model_shape(model, blocks, 2, None, 64, cpu=True)
     tensors = list(blocks[0][1].parameters())
@@ -237,7 +240,7 @@ def test_a_refusal_offers_a_split_master_where_eight_bits_are_not_enough() -> No
     assert any(re.fullmatch(r"set optimizer.master to split \(.*\)", each) for each in refused(eight))
     split = replace(eight, wanted=replace(asked.wanted, master="split"))
     assert split.plan().strategy.parameters == "host"
-    placed = replace(asked, wanted=replace(asked.wanted, parameters="device"))
+    placed = replace(asked, wanted=replace(asked.wanted, parameters="device", state="host"))
     assert not any("split" in each for each in refused(placed)), "the user placed the weights on the device"
 
 

@@ -134,7 +134,8 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
             f"{folder}: saved from {kind} with {len(groups)} parameter groups, this run has {own_kind} with "
             f"{len(optimizer.param_groups)}; continue with the same optimizer, or load the weights only"
         )
-    if kind != own_kind and not optimizer.units.strategy.convert_state:
+    coded = any(flat.coded_numel for flat in optimizer.units.trainable)  # adapters have fp32 moments in either case
+    if kind != own_kind and coded and not optimizer.units.strategy.convert_state:
         then, here = ("8-bit" if each.endswith(EIGHT_BITS) else "fp32" for each in (kind, own_kind))
         raise UserError(
             f"{folder}: its moments are {then}, those of this run {here}. Continue with the optimizer of the checkpoint, or "
@@ -215,7 +216,10 @@ def _source(
     file = _file_of(places, kinds, segment.name, segment.shape, folder)
     if optimizer is None or kinds == WEIGHT_KINDS or file.entries[segment.name].dtype != torch.uint8:
         return file
-    scales = _file_of(places, (kinds[0] + SCALES,), segment.name, (segment.numel // GROUP_NUMEL,), folder)
+    kind = kinds[0] + SCALES
+    if segment.numel % GROUP_NUMEL or (kind, segment.name) not in places:
+        raise BrokenCheckpoint(f"{file.path}: {segment.name} is in 8 bits, without {kind} or not in groups of {GROUP_NUMEL}")
+    scales = _file_of(places, (kind,), segment.name, (segment.numel // GROUP_NUMEL,), folder)
     return CodedFile(file, scales, segment.name, root=kinds[0] in optimizer.rule.roots, host=optimizer.host)
 
 
@@ -258,9 +262,9 @@ class _Shard:
 
     def read(self) -> None:
         """Fill the stores. Reading goes on ahead while a piece is written to the NVMe tier."""
-        for file, _, first_of_tensor, numel in self._tensors():
-            if isinstance(file, CodedFile):
-                file.read_scales(first_of_tensor, numel)
+        coded = [(file, start, numel) for file, _, start, numel in self._tensors() if isinstance(file, CodedFile)]
+        for file, start, numel in coded:
+            file.read_scales(start, numel)
         base, stop = self.flat.layout.shard_range(self.flat.rank)
         first, *others = self.stores
         for low, high in max((list(store.pieces()) for store in self.stores), key=len):  # whole pieces of each store
@@ -274,3 +278,5 @@ class _Shard:
                 copy.copy_(piece)
                 other.write(low, copy)
             first.write(low, piece)
+        for file, _, _ in coded:
+            file.release()

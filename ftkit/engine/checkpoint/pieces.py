@@ -110,9 +110,12 @@ class PieceWriter:
             whole = data.nbytes // PAGE_BYTES * PAGE_BYTES if direct else data.nbytes
             self._transfer(handle, data[:whole], at)
             if whole < data.nbytes:  # the end of the range is shorter than a page
-                with open(path, "r+b", buffering=0) as file:
-                    self._transfer(file.fileno(), data[whole:], at + whole)
-                    os.fsync(file.fileno())
+                end = os.open(path, os.O_WRONLY)  # not for reading: another node may write the rest of the page
+                try:
+                    self._transfer(end, data[whole:], at + whole)
+                    os.fsync(end)
+                finally:
+                    os.close(end)
             if data.nbytes:
                 self.pieces[path.name].append(Piece(at, at + data.nbytes, checksum(data)))
             if last:

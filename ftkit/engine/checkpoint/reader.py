@@ -163,8 +163,10 @@ class CheckedFile(TensorFile):
 class CodedFile:
     """A moment of one tensor in 8 bits, read as fp32. Call `read_scales` for a range before `read`.
 
+    A range may begin and end inside a group: a tensor that was in a block need not be in one now.
+
     Args:
-        codes: File with the codes.
+        codes: File with the codes. Its tensor has whole groups.
         scales: File with the scales.
         name: Name of the tensor.
         root: The codes have the square roots of the values, without a sign.
@@ -177,20 +179,32 @@ class CodedFile:
 
     def scale_keys(self, start: int, numel: int) -> Iterator[Key]:
         """Yield the pieces that `read_scales` asks for."""
-        yield from self.scales.keys(self.name, start // GROUP_NUMEL, numel // GROUP_NUMEL)
+        first, last = _groups(start, numel)
+        yield from self.scales.keys(self.name, first, last - first)
 
     def read_scales(self, start: int, numel: int) -> None:
-        """Read the scales of elements [start, start + numel), whole groups."""
-        self._start, self._found = start, torch.empty(numel // GROUP_NUMEL)
-        self.scales.read(self.name, start // GROUP_NUMEL, self._found)
+        """Read the scales of elements [start, start + numel)."""
+        self._first, last = _groups(start, numel)
+        self._found = torch.empty(last - self._first)
+        self.scales.read(self.name, self._first, self._found)
+
+    def release(self) -> None:
+        """Free the scales."""
+        del self._found
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) fp32 with elements [start, start + n), whole groups."""
-        codes, first = torch.empty(out.numel(), dtype=torch.uint8), (start - self._start) // GROUP_NUMEL
-        self.codes.read(name, start, codes)
-        scales = self._found[first : first + out.numel() // GROUP_NUMEL]
-        values = self.host.decode(codes, scales, signed=not self.root)
+        """Fill `out` (n,) fp32 with elements [start, start + n)."""
+        first, last = _groups(start, out.numel())
+        codes = torch.empty((last - first) * GROUP_NUMEL, dtype=torch.uint8)
+        self.codes.read(name, first * GROUP_NUMEL, codes)
+        scales = self._found[first - self._first : last - self._first]
+        values = self.host.decode(codes, scales, signed=not self.root)[start - first * GROUP_NUMEL :][: out.numel()]
         out.copy_(values.square_() if self.root else values)
+
+
+def _groups(start: int, numel: int) -> tuple[int, int]:
+    """Return the groups [first, last) that have elements [start, start + numel)."""
+    return start // GROUP_NUMEL, -(-(start + numel) // GROUP_NUMEL)
 
 
 @contextmanager

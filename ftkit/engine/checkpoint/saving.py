@@ -289,7 +289,8 @@ class _Part:
         base = self.flat.layout.shard_range(self.flat.rank)[0]
         for low in range((first - base) // PIECE_NUMEL * PIECE_NUMEL, last - base, PIECE_NUMEL):
             start, stop = max(low, first - base), min(low + PIECE_NUMEL, last - base)
-            yield self.kind, self.store.cut(self.store.read(low, stop), low, start, stop)
+            piece = self.store.read(low, min(low + PIECE_NUMEL, self.flat.layout.shard_numel))  # whole pages
+            yield self.kind, self.store.cut(piece, low, start, stop)
 
 
 def _listed(path: Path, written: list[dict[str, list[Piece]]]) -> list[Any]:

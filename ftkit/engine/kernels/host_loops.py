@@ -168,13 +168,13 @@ class HostLoops:
         """Return codes (n,) and scales (n/128,) of `values` (n,), fp32, as `ftkit.engine.optim.coding.encode`."""
         codes = torch.empty_like(values, dtype=torch.uint8)
         scales = values.new_empty(values.numel() // GROUP_NUMEL)
-        self._each(self._coded.encode if signed else self._coded.encode_roots, (scales, values, codes))
+        self._each(self._coded.encode, (scales, values, codes), float(signed))
         return codes, scales
 
     def decode(self, codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         """Return the values (n,), fp32, of codes (n,) and scales (n/128,)."""
         values = torch.empty_like(codes, dtype=torch.float32)
-        self._each(self._coded.decode if signed else self._coded.decode_roots, (scales, values, codes))
+        self._each(self._coded.decode, (scales, values, codes), float(signed))
         return values
 
     def split(self, master: Tensor, weight: Tensor, residual: Tensor) -> None:
@@ -275,10 +275,14 @@ class FlatKernels:
     Args:
         adamw: As `HostLoops.adamw`.
         square_sum: Sum of squares of (n,), a scalar on the device; inf or nan if an element is not finite.
+        adamw_8bit: As `HostLoops.adamw_8bit`.
+        lion_8bit: As `HostLoops.lion_8bit`.
     """
 
     adamw: Callable[..., None]
     square_sum: Callable[[Tensor], Tensor]
+    adamw_8bit: Callable[..., None]
+    lion_8bit: Callable[..., None]
 
 
 def carried(tensor: Tensor) -> Any:

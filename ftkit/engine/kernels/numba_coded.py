@@ -22,17 +22,13 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from ftkit.engine.kernels.numba_loops import F32, I16, I32, compiled, intrinsic, narrow, widen
+from ftkit.engine.kernels.numba_loops import F16, F32, I16, I32, compiled, intrinsic, narrow, widen
 from ftkit.spec.state_forms import GROUP_NUMEL
 
 I8 = ir.IntType(8)
 SMALLEST_SCALE = np.float32(2.0**-98)
 ONE, SIGN = 0x3F800000, 0x80000000  # bits of 1.0 and -0.0
 _LAST = {True: 134, False: 135}
-_REBIAS = 112 << 10
-"""Difference of the exponents' biases of fp32 and fp16, in the place of fp16's exponent."""
-_BELOW_FP16 = 113 << 23
-"""Bits of 2^-14, the smallest normal fp16 number."""
 
 
 def _emit_size(builder: Any, value: Any) -> Any:
@@ -40,16 +36,13 @@ def _emit_size(builder: Any, value: Any) -> Any:
     return builder.and_(builder.bitcast(value, I32), I32(SIGN - 1))
 
 
-def _emit_max(builder: Any, a: Any, b: Any, order: str = ">") -> Any:
-    return builder.select(builder.icmp_signed(order, a, b), a, b)
-
-
 @intrinsic
 def larger(typing: Any, size: Any, value: Any) -> Any:
     """Return the larger of `size`, the bits of a magnitude, and the bits of |value|. NaN is larger than inf."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _emit_max(builder, _emit_size(builder, arguments[1]), arguments[0])
+        found = _emit_size(builder, arguments[1])
+        return builder.select(builder.icmp_signed(">", found, arguments[0]), found, arguments[0])
 
     return types.int32(types.int32, types.float32), emit
 
@@ -90,8 +83,8 @@ def _encoder(signed: bool) -> Any:
             size = builder.bitcast(_emit_size(builder, arguments[0]), F32)
             ratio = builder.bitcast(builder.fmul(size, arguments[1]), I32)
             number = builder.add(builder.lshr(ratio, I32(2)), I32((_LAST[signed] << 23) - (ONE >> 2)))
-            number = builder.fptosi(builder.fadd(builder.bitcast(number, F32), F32(0.5)), I32)
-            place = _emit_max(builder, builder.sub(number, I32(1)), I32(0))
+            # n + 1/2 rounded down, minus 1. The difference is exact; of numbers below 1/2 it is rounded to 0.
+            place = builder.fptosi(builder.fsub(builder.bitcast(number, F32), F32(0.5)), I32)
             if signed:
                 sign = builder.and_(builder.lshr(builder.bitcast(arguments[0], I32), I32(24)), I32(0x80))
                 zero = builder.icmp_unsigned("==", place, I32(0))
@@ -112,72 +105,59 @@ def joined(typing: Any, weight: Any, residual: Any) -> Any:
     """Return the fp32 master weight of an element of a 16-bit weight and its residual."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide, left = builder.zext(arguments[0], I32), builder.sext(arguments[1], I32)
-        place = builder.and_(wide, I32(0x7FFF))
-        bits = builder.add(builder.shl(place, I32(16)), left)  # bf16, and the steps of a subnormal fp16 number
-        if weight == types.uint16:
-            small = builder.fmul(builder.sitofp(bits, F32), F32(2.0**-40))
-            power = builder.icmp_unsigned("==", builder.and_(wide, I32(0x3FF)), I32(0))
-            below = builder.and_(power, builder.icmp_signed("<", left, I32(0)))
-            left = builder.select(below, builder.ashr(left, I32(2)), builder.ashr(left, I32(3)))
-            bits = builder.add(builder.shl(builder.add(place, I32(_REBIAS)), I32(13)), left)
-            subnormal = builder.icmp_unsigned("<=", place, I32(0x400))
-            bits = builder.select(subnormal, builder.bitcast(small, I32), bits)
-        sign = builder.shl(builder.and_(wide, I32(0x8000)), I32(16))
-        return builder.bitcast(builder.or_(bits, sign), F32)
+        if weight == types.int16:
+            wide = builder.zext(arguments[0], I32)
+            size = builder.shl(builder.and_(wide, I32(0x7FFF)), I32(16))
+            size = builder.add(size, builder.sext(arguments[1], I32))
+            sign = builder.shl(builder.and_(wide, I32(0x8000)), I32(16))
+            return builder.bitcast(builder.or_(size, sign), F32)
+        wide = builder.bitcast(builder.fpext(builder.bitcast(arguments[0], F16), F32), I32)
+        size = builder.and_(wide, I32(SIGN - 1))
+        step = builder.bitcast(builder.sub(_emit_power(builder, size), I32(26 << 23)), F32)
+        size = builder.fadd(builder.bitcast(size, F32), builder.fmul(builder.sitofp(arguments[1], F32), step))
+        return builder.bitcast(builder.or_(builder.bitcast(size, I32), builder.and_(wide, I32(SIGN))), F32)
 
     return types.float32(weight, types.int16), emit
 
 
 @intrinsic
-def split_weight(typing: Any, value: Any, array: Any) -> Any:
-    """Return fp32 `value` as an element of `array`, 16 bits, rounded halves up in magnitude."""
+def split_one(typing: Any, value: Any, array: Any) -> Any:
+    """Return fp32 `value` as an element of `array`, 16 bits, and its residual, int16."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, _ = _emit_split(builder, arguments[0], array.dtype)
-        sign = builder.and_(builder.lshr(builder.bitcast(arguments[0], I32), I32(16)), I32(0x8000))
-        return builder.trunc(builder.or_(place, sign), I16)
+        bits = builder.bitcast(arguments[0], I32)
+        emit_one = _emit_split_bf16 if array.dtype == types.int16 else _emit_split_fp16
+        pair = emit_one(builder, builder.and_(bits, I32(SIGN - 1)), builder.and_(bits, I32(SIGN)))
+        return context.make_tuple(builder, signature.return_type, pair)
 
-    return array.dtype(types.float32, array), emit
-
-
-@intrinsic
-def split_residual(typing: Any, value: Any, array: Any) -> Any:
-    """Return the residual of fp32 `value`, int16, over its weight in `array`."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.trunc(_emit_split(builder, arguments[0], array.dtype)[1], I16)
-
-    return types.int16(types.float32, array), emit
+    return types.Tuple((array.dtype, types.int16))(types.float32, array), emit
 
 
-def _emit_split(builder: Any, value: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return the bits of the weight's magnitude, and the residual. LLVM computes common parts once."""
-    size = _emit_size(builder, value)
-    if dtype == types.int16:
-        place = builder.lshr(builder.add(size, I32(0x8000)), I32(16))
-        place = _emit_max(builder, place, I32(0x7FC0), "<")  # a NaN whose bits would overflow
-        return place, builder.sub(size, builder.shl(place, I32(16)))
-    upper = builder.lshr(builder.add(size, I32(0x1000)), I32(13))
-    left = builder.sub(size, builder.shl(upper, I32(13)))
-    power = builder.icmp_unsigned("==", builder.and_(upper, I32(0x3FF)), I32(0))
-    below = builder.and_(power, builder.icmp_signed("<", left, I32(0)))
-    left = builder.select(below, builder.shl(left, I32(2)), builder.shl(left, I32(3)))
-    largest = builder.select(builder.icmp_unsigned(">", size, I32(0x7F800000)), I32(0x7E00), I32(0x7C00))  # NaN, inf
-    place = _emit_max(builder, builder.sub(upper, I32(_REBIAS)), largest, "<")
-    steps = _emit_steps(builder, builder.bitcast(size, F32))
-    small = builder.lshr(builder.add(steps, I32(0x8000)), I32(16))
-    subnormal = builder.icmp_unsigned("<", size, I32(_BELOW_FP16))
-    rest = builder.sub(steps, builder.shl(small, I32(16)))
-    return builder.select(subnormal, small, place), builder.select(subnormal, rest, left)
+def _emit_split_bf16(builder: Any, size: Any, sign: Any) -> tuple[Any, Any]:
+    upper = builder.lshr(builder.add(size, I32(0x8000)), I32(16))
+    upper = builder.select(builder.icmp_signed("<", upper, I32(0x7FC0)), upper, I32(0x7FC0))  # bits of a NaN may overflow
+    residual = builder.sub(size, builder.shl(upper, I32(16)))
+    return builder.trunc(builder.or_(upper, builder.lshr(sign, I32(16))), I16), builder.trunc(residual, I16)
 
 
-def _emit_steps(builder: Any, size: Any) -> Any:
-    """Return a magnitude below 2^-14 in steps of 2^-40, rounded halves up."""
-    scaled = builder.fmul(size, F32(2.0**40))
-    whole = builder.fptosi(scaled, I32)
-    part = builder.fsub(scaled, builder.sitofp(whole, F32))
-    return builder.add(whole, builder.zext(builder.fcmp_ordered(">=", part, F32(0.5)), I32))
+def _emit_split_fp16(builder: Any, size: Any, sign: Any) -> tuple[Any, Any]:
+    """Convert to fp16 and back. The lowest bit is set, so that halves are rounded up."""
+    value, least = builder.bitcast(size, F32), F32(2.0**-17)
+    fine = builder.fsub(builder.fadd(value, least), least)  # a multiple of 2^-40
+    value = builder.select(builder.fcmp_ordered("<", value, least), fine, value)
+    odd = builder.bitcast(builder.or_(builder.bitcast(value, I32), I32(1)), F32)
+    weight = builder.fptrunc(odd, F16)
+    back = builder.bitcast(builder.fpext(weight, F32), I32)
+    steps = builder.bitcast(builder.sub(I32((2 * 127 + 26) << 23), _emit_power(builder, back)), F32)
+    residual = builder.fmul(builder.fsub(value, builder.bitcast(back, F32)), steps)
+    weight = builder.or_(builder.bitcast(weight, I16), builder.trunc(builder.lshr(sign, I32(16)), I16))
+    return weight, builder.trunc(builder.fptosi(residual, I32), I16)
+
+
+def _emit_power(builder: Any, size: Any) -> Any:
+    """Return the bits of the power of two at or below a number, at least of fp16's smallest normal number, 2^-14."""
+    larger = builder.select(builder.icmp_signed(">", size, I32(113 << 23)), size, I32(113 << 23))
+    return builder.and_(larger, I32(0xFF << 23))
 
 
 @compiled()
@@ -211,8 +191,7 @@ def write(p: Any, master: Any, weight: Any, residual: Any, i: Any) -> None:
         if weight is not None:
             weight[i] = narrow(p, weight)
     if residual is not None:
-        weight[i] = split_weight(p, weight)
-        residual[i] = split_residual(p, weight)
+        weight[i], residual[i] = split_one(p, weight)
 
 
 @compiled()
@@ -277,33 +256,29 @@ def lion_8bit(
             m[at + i] = encoded(first[i], inverse)
 
 
-def _encode(encoded: Any) -> Any:
-    @compiled()
-    def encode(scales: Any, values: Any, codes: Any) -> None:
-        for k in range(scales.size):
-            at, top = k * GROUP_NUMEL, np.int32(0)
-            for i in range(GROUP_NUMEL):
-                top = larger(top, values[at + i])
-            scales[k], inverse = inverse_of(top)
-            for i in range(GROUP_NUMEL):
-                codes[at + i] = encoded(values[at + i], inverse)
-
-    return encode
-
-
-def _decode(decoded: Any) -> Any:
-    @compiled()
-    def decode(scales: Any, values: Any, codes: Any) -> None:
-        for k in range(scales.size):
-            at, scale = k * GROUP_NUMEL, scales[k]
-            for i in range(GROUP_NUMEL):
-                values[at + i] = decoded(codes[at + i], scale)
-
-    return decode
+@compiled()
+def encode(scales: Any, values: Any, codes: Any, numbers: Any) -> None:
+    """Encode `values` (n,) in `codes` (n,) and `scales` (n/128,). `numbers`: signed."""
+    (signed,) = numbers
+    for k in range(scales.size):
+        at, top = k * GROUP_NUMEL, np.int32(0)
+        for i in range(GROUP_NUMEL):
+            top = larger(top, values[at + i])
+        scales[k], inverse = inverse_of(top)
+        for i in range(GROUP_NUMEL):
+            x = values[at + i]
+            codes[at + i] = encoded(x, inverse) if signed != 0 else encoded_root(x, inverse)
 
 
-encode, encode_roots = _encode(encoded), _encode(encoded_root)
-decode, decode_roots = _decode(decoded), _decode(decoded_root)
+@compiled()
+def decode(scales: Any, values: Any, codes: Any, numbers: Any) -> None:
+    """Decode `codes` (n,) and `scales` (n/128,) into `values` (n,). `numbers`: signed."""
+    (signed,) = numbers
+    for k in range(scales.size):
+        at, scale = k * GROUP_NUMEL, scales[k]
+        for i in range(GROUP_NUMEL):
+            code = codes[at + i]
+            values[at + i] = decoded(code, scale) if signed != 0 else decoded_root(code, scale)
 
 
 @compiled()

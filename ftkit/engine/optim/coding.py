@@ -29,8 +29,8 @@ bits. They compute with the bits of fp32 numbers; this file uses a table and flo
 
         |p| = |w| + r * u / 2^16          with the sign of w
 
-    w is |p| rounded, halves up, so r * u / 2^16 is in [-u/2, u/2). If w is a power of two, and p is below it, u is:
-    bf16: the smaller distance, that below w. fp16: the larger distance, that above w.
+    w is |p| rounded, halves up: r * u / 2^16 is in [-u/2, u/2). If w is a power of two and p is below it, u is the distance
+    below w for bf16, and the distance above w for fp16. Before that, fp16 rounds |p| to a multiple of 2^-40.
     bf16 is exact. fp16 is exact for |p| >= 2^-17 = 7.6e-6, else the error is at most 2^-41 = 4.5e-13.
 """
 
@@ -68,11 +68,10 @@ def encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return codes (n,), uint8, and scales (n/128,), fp32, of `values` (n,), fp32, not negative if not `signed`."""
     groups = values.view(-1, GROUP_NUMEL)
     scales = groups.abs().amax(1)
-    scales[scales < SMALLEST_SCALE] = 0
-    ratios = groups.abs() * (1 / scales)[:, None]
-    ratios[scales == 0] = 0  # not 0 * inf
+    scales = torch.where(scales < SMALLEST_SCALE, 0, scales)
+    inverses = torch.where(scales == 0, 0, 1 / scales)
     _, limits = _table(signed, values.device)
-    codes = torch.bucketize(ratios, limits, right=True)
+    codes = torch.bucketize(groups.abs() * inverses[:, None], limits, right=True)
     if signed:
         codes += 128 * ((codes > 0) & (groups < 0))
     return codes.view(-1).to(torch.uint8), scales
@@ -99,7 +98,7 @@ def split(master: Tensor, weight: Tensor, residual: Tensor) -> None:
     else:
         size = master.abs().double()
         exponent = _exponent(size)
-        steps = torch.floor(torch.ldexp(size, 26 - exponent) + 0.5).where(size.isfinite(), 0).long()
+        steps = torch.round(torch.ldexp(size, 26 - exponent)).where(size.isfinite(), 0).long()
         rounded = (steps + 0x8000) >> 16
         left = steps - (rounded << 16)
         left = torch.where(rounded == 2048, left // 2, left)  # the distance of 16-bit numbers doubles there

@@ -32,10 +32,10 @@ from ftkit.engine.memory.tiers import Store
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.flat_step import Elements, FlatStep, Hyperparameters, Run, runs_of
 from ftkit.engine.optim.loss_scale import LossScale
-from ftkit.engine.optim.state_stores import FlatState, SplitMaster, coder_for, state_sizes
+from ftkit.engine.optim.state_stores import FlatState, SplitMaster, coder_for, parts_of, state_sizes
 from ftkit.engine.optim.updater import Updater
 from ftkit.errors import UserError
-from ftkit.spec.sizes import CUDA_PIECE_NUMEL, REFERENCE_NUMEL
+from ftkit.spec.sizes import CONVERTED_NUMEL, CUDA_PIECE_NUMEL, REFERENCE_NUMEL
 from ftkit.spec.strategy import FP32
 from ftkit.spec.update_rules import UpdateRule
 
@@ -309,7 +309,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             factor: Factor on the gradient: clip over loss scale.
         """
         if run.coded:
-            self.coded_update(at, run.group, run.step, factor)
+            whole = self.loops_for(at["gradient"]) is not None
+            for part in [at] if whole else parts_of(at, CONVERTED_NUMEL):
+                self.coded_update(part, run.group, run.step, factor)
         elif "residual" in at:
             self._split_update(at, run, factor)
         else:
@@ -317,14 +319,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _split_update(self, at: dict[str, Tensor], run: Run, factor: float) -> None:
         """Update some elements at a time in fp32, and split their master again."""
-        weight = at["weight"]
-        coder = coder_for(weight, self.host)
-        width = self.host.threads * RANGE_NUMEL if weight.device.type == "cpu" else REFERENCE_NUMEL
-        for start in range(0, weight.numel(), width):
-            part = {role: tensor[start : start + width] for role, tensor in at.items() if role != "weight"}
-            master = coder.join(weight[start : start + width], part["residual"])
+        coder = coder_for(at["weight"], self.host)
+        width = self.host.threads * RANGE_NUMEL if at["weight"].device.type == "cpu" else CONVERTED_NUMEL
+        for part in parts_of(at, width):
+            weight = part.pop("weight")
+            master = coder.join(weight, part["residual"])
             self.update_piece(_elements(part, master), run.group, run.step, factor)
-            coder.split(master, weight[start : start + width], part["residual"])
+            coder.split(master, weight, part["residual"])
 
     def coded_update(self, at: dict[str, Tensor], group: Hyperparameters, step: int, factor: float) -> None:
         """Update elements with 8-bit moments. `at` as in `update_run`, others as in `update_piece`."""
@@ -389,6 +390,8 @@ def _check_trainable(units: ShardedModel) -> None:
 
 def _fill_master(units: ShardedModel, flat: FlatParameter, master: Store | SplitMaster) -> None:
     """Set master weights to the weights, at the precision at which they were loaded."""
+    if isinstance(master, SplitMaster):
+        flat.version += 1  # weights between two numbers are rounded in another direction
     if master is not flat.weights:
         for start, stop in max((list(store.pieces()) for store in (master, flat.weights)), key=len):
             piece = master.blank(start, stop)

@@ -56,6 +56,13 @@ class Extent:
         return view[(start - self.start) // self.per - skipped : -(-(stop - self.start) // self.per) - skipped]
 
 
+def parts_of(at: dict[str, Tensor], numel: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of some elements by role, `numel` elements at a time; it is a multiple of 128."""
+    for start in range(0, at["gradient"].numel(), numel):
+        pers = {role: GROUP_NUMEL if role.endswith(".scales") else 1 for role in at}
+        yield {role: tensor[start // pers[role] : (start + numel) // pers[role]] for role, tensor in at.items()}
+
+
 def coder_for(tensor: Tensor, host: HostLoops) -> HostLoops:
     """Return the conversions on the device of a tensor: compiled loops on the host, else the reference in PyTorch."""
     return host if tensor.device.type == "cpu" else coding  # type: ignore[return-value]  # a module with these functions
