@@ -113,7 +113,7 @@ bench-plan: setup  ## memory and seconds of small CPU runs beside their plan
 
 bench-convergence: setup  ## held-out loss with each form of optimizer state (half an hour on two idle cores)
 	$(BIN)/python -m benchmarks.convergence
-	$(BIN)/python -m benchmarks.convergence --model 134m --seeds 1 --steps 150
+	$(BIN)/python -m benchmarks.convergence --model 134m --seeds 1 --steps 100 --lr 3e-4 --evaluations 5
 
 kernels: setup  ## compile each fused kernel for four generations of GPUs: registers, shared memory, spills
 	$(BIN)/python -m benchmarks.specimens

@@ -41,7 +41,7 @@ def alone(figure: str, legend: str = "") -> str:
     inner = re.sub(r'<rect class="hit".*?</rect>', "", inner, flags=re.DOTALL)  # a picture has no pointer over it
     ground = '<rect width="100%" height="100%" fill="var(--card)"/>'
     if legend:
-        attributes = re.sub(r"0 0 (\d+) (\d+)", lambda box: f"0 -20 {box[1]} {int(box[2]) + 20}", attributes)
+        attributes = re.sub(r"0 0 (\d+) (\d+)", lambda box: f"0 -20 {int(box[1]) + 10} {int(box[2]) + 20}", attributes)
         ground = ground.replace("<rect", '<rect y="-20"')
     style = f"<style>{stylesheet()}</style>"
     return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}>{style}{ground}{legend}{inner}</svg>\n'
