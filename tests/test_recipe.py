@@ -209,12 +209,12 @@ def test_files_and_names(tmp_path):
 def test_a_run_is_continued_by_the_same_recipe():
     before = load("tiny-cpu").model_dump(mode="json")
 
-    def told(*changes):
+    def message_of(*changes):
         return compare(load("tiny-cpu", list(changes)), before, "checkpoint-4")
 
-    assert told() == ""
-    assert told("output.keep=2", "engine.stage=1", "ranks=1", "show=null", "eval.max_rows=3", "data.workers=1") == ""
-    line = told("optimizer.lr=1", "train.epochs=2")
+    assert message_of() == ""
+    assert message_of("output.keep=2", "engine.stage=1", "ranks=1", "show=null", "eval.max_rows=3", "data.workers=1") == ""
+    line = message_of("optimizer.lr=1", "train.epochs=2")
     assert "optimizer.lr 0.0015 -> 1.0 (ignored: it comes from the checkpoint)" in line
     assert "train.epochs 1.0 -> 2.0" in line
     for change, words in [
@@ -224,7 +224,7 @@ def test_a_run_is_continued_by_the_same_recipe():
         ("adapter.rank=8", "adapter: None"),
     ]:
         with pytest.raises(UserError, match=words):
-            told(change)
+            message_of(change)
     for name, converts, goes_on in [
         ("adamw_8bit", "true", True),
         ("adamw_8bit", "false", False),
@@ -232,12 +232,12 @@ def test_a_run_is_continued_by_the_same_recipe():
     ]:
         changes = f"optimizer.name={name}", f"optimizer.convert_state={converts}"
         if goes_on:
-            assert f"optimizer.name adamw -> {name}" in told(*changes)
+            assert f"optimizer.name adamw -> {name}" in message_of(*changes)
         else:
             with pytest.raises(UserError, match=rf"optimizer\.name: adamw in checkpoint-4, now {name}"):
-                told(*changes)
+                message_of(*changes)
     del before["data"]["long_text"], before["show"]
-    assert told("data.long_text=cut", "show=null") == "", "an earlier version had no such key"
+    assert message_of("data.long_text=cut", "show=null") == "", "an earlier version had no such key"
 
 
 def test_packaged_recipes_are_found_and_valid():

@@ -19,7 +19,7 @@ output: {dir: runs/x}
 """
 
 
-def told(*overrides):
+def message_of(*overrides):
     with pytest.raises(RecipeError) as stop:
         parse(FACTS, "r.yaml", list(overrides))
     return str(stop.value)
@@ -47,7 +47,7 @@ def test_every_name_of_another_tool_leads_to_a_key_that_is_there():
     ],
 )
 def test_a_misplaced_key_is_pointed_to_its_section(assignment, meant):
-    assert meant in told(assignment)
+    assert meant in message_of(assignment)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_split_and_format_belong_to_each_source(key, value):
 
 def test_an_encoder_and_decoder_learns_its_answers_alone():
     problem = "data.loss_on: is all and task: seq2seq trains on answers only"
-    assert problem in told("task=seq2seq", "data.loss_on=all")
+    assert problem in message_of("task=seq2seq", "data.loss_on=all")
 
 
 def optimizer(text: str):
@@ -142,4 +142,5 @@ def test_forms_of_the_state_belong_to_the_optimizer_and_become_choices_of_the_st
         Strategy(), master="split", convert_state=True
     )
     for key, value in (("master", "split"), ("convert_state", True)):
-        assert f"engine.{key}: is {value}; in a recipe, set optimizer.{key}" in told(f"engine.{key}={str(value).lower()}")
+        found = message_of(f"engine.{key}={str(value).lower()}")
+        assert f"engine.{key}: is {value}; in a recipe, set optimizer.{key}" in found

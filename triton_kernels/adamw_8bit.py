@@ -11,7 +11,7 @@ and stores m and s as codes. A split master weight p is a 16-bit weight and a 16
 `ftkit/engine/optim/coding.py` define both, and its functions are the reference. Everything is fp32, rounded once, with no
 fused multiply-add: the kernels give the bits of the reference.
 
-Cost: 16.1 bytes moved per element with a 16-bit gradient and weight, for an fp32 or a split master weight.
+Cost: 16.1 bytes moved per element with a 16-bit gradient and weight, 14.1 with a split master weight.
 
 Source: Loshchilov and Hutter, arXiv:1711.05101; Chen et al., arXiv:2302.06675; Dettmers et al., arXiv:2110.02861.
 """

@@ -58,11 +58,6 @@ class CodedSizes:
         plain = max(stop - start for start, stop in (plain_range(shard_numel, coded_numel, numel, k) for k in range(owners)))
         return cls(shard_numel, whole_pages(shard_numel // GROUP_NUMEL), plain)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the stores."""
-        return self.codes + 4 * (self.scales + self.plain)
-
 
 def plain_range(shard_numel: int, coded_numel: int, numel: int, rank: int) -> tuple[int, int]:
     """Return the elements [start, stop) of a rank's shard in the plain store, in whole pages. (S, S) if it has none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from ftkit.engine.checkpoint.manifest import MANIFEST, read_manifest
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.checkpoint.sealed import write_sealed
 from ftkit.engine.optim import coding
+from ftkit.engine.optim import optimizer as optimizers
 from ftkit.engine.optim.state_stores import CodedMoment
 from ftkit.hf.trainer.optimizers import SHARDED
+from ftkit.spec.state_forms import GROUP_NUMEL
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.coded_runs import STEPS, Case, by_reference, compare, engine, train, whole
@@ -76,6 +79,23 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_state_is_that_of_one_process(worlds, case):
     worlds[case.world].run(run, case)
+
+
+def run_with_pytorch(case: Case) -> None:
+    """On every rank: make the steps as a device without kernels does, in parts of 10 groups, and compare coded tensors."""
+    with engine(case) as (units, optimizer), mock.patch.object(optimizers, "CONVERTED_NUMEL", 10 * GROUP_NUMEL):
+        optimizer.loops_for = lambda shard: None
+        train(case, units, optimizer, 0, STEPS)
+        found, wanted = (
+            {name: tensor for name, tensor in tensors.items() if name.startswith(("up/", "down/"))}
+            for tensors in (whole(units, optimizer), by_reference(case))
+        )
+        compare(found, wanted)
+
+
+@pytest.mark.parametrize("case", [Case(world=2), Case("lion_8bit", "split", world=1)], ids=str)
+def test_pytorch_operations_in_parts_give_the_same_state(worlds, case):
+    worlds[case.world].run(run_with_pytorch, case)
 
 
 RESUMED = [

@@ -201,7 +201,7 @@ def test_matrices_of_trained_blocks_can_be_coded() -> None:
     assert {flat.coded_numel for flats in frozen.blocks for flat in flats} == {0}
 
 
-# --- what a refusal and the what-if questions offer
+# --- offers of a refusal, and what-if questions
 
 
 def refused(asked: Asked) -> list[str]:

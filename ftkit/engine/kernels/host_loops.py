@@ -139,7 +139,7 @@ class HostLoops:
     ) -> None:
         """Make one step of AdamW with 8-bit moments in place, as `ftkit.engine.optim.coding.adamw_8bit` bit for bit.
 
-        Cost: 16.1 bytes of memory traffic per element with 16-bit gradient and weight, with a split master weight too.
+        Cost: 16.1 bytes of memory traffic per element with 16-bit gradient and weight, 14.1 with a split master weight.
         """
         keep, root, rate = 1 - lr * weight_decay, math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
         numbers = factor, keep, beta1, 1 - beta1, beta2, 1 - beta2, root, eps, rate

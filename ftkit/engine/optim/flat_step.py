@@ -1,4 +1,4 @@
-"""The records of a step: what it does to one flat parameter, and the elements that are updated alike."""
+"""The records of a step: the update of one flat parameter, and its runs of elements with equal settings."""
 
 from __future__ import annotations
 

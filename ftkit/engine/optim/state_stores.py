@@ -2,7 +2,8 @@
 
 The updater reads and writes the stores of a form (`Extent`), and computes on codes. Everything else, as checkpoints and
 exports, sees fp32 values: `CodedMoment` and `SplitMaster` are shards (S,) that are converted piece by piece. Decoding and
-encoding again gives the same bits, so a resumed state equals the saved one.
+encoding again gives the same bits, so a resumed state equals the saved one. Roots of second moments below 2^-63 are an
+exception: their squares are no normal fp32 numbers.
 """
 
 from __future__ import annotations

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ftkit.engine.kernels.host_loops import FlatKernels
-from ftkit.engine.optim import coding
 from ftkit.kernels.adamw import AdamW, adamw_
 from ftkit.kernels.adamw_8bit import adamw_8bit_, lion_8bit_
-from ftkit.kernels.launch import use_triton
 from ftkit.kernels.squared_norm import squared_norm
 
 
@@ -23,19 +19,9 @@ def _adamw(
     adamw_(gradient, master, m, v, weight, AdamW(**constants, step=step, scale=factor))
 
 
-def _adamw_8bit(master: Tensor | None, gradient: Tensor, *state: Any, **how: Any) -> None:
-    update = adamw_8bit_ if use_triton(gradient) else coding.adamw_8bit
-    update(master, gradient, *state, **how)
-
-
-def _lion_8bit(master: Tensor | None, gradient: Tensor, *state: Any, **how: Any) -> None:
-    update = lion_8bit_ if use_triton(gradient) else coding.lion_8bit
-    update(master, gradient, *state, **how)
-
-
 def _square(gradient: Tensor) -> Tensor:
     squares, finite = squared_norm(gradient)
     return torch.where(finite, squares, torch.inf).float()
 
 
-FLAT_KERNELS = FlatKernels(_adamw, _square, _adamw_8bit, _lion_8bit)
+FLAT_KERNELS = FlatKernels(_adamw, _square, adamw_8bit_, lion_8bit_)
